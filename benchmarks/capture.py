@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from llmgeom.batch import Batch, Tokens
 from llmgeom.model.capture import Site
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 
 DEPTHS = (6, 24)
 SITES = frozenset({Site.VALUE, Site.KEY, Site.QUERY, Site.ATTENTION})
@@ -87,7 +87,7 @@ def arms(shape: str, batch: Batch, wanted: set[str]) -> dict:
     if "bare, full logits" in wanted:
         calls["bare, full logits"] = lambda: run(plain)
     if wanted & {"ours", "ours, values only"}:
-        subject = Subject.of(plain)
+        subject = Model.of(plain)
         options = {"batch_tokens": ids.numel() * 2}
         if "ours" in wanted:
             calls["ours"] = lambda: subject.capture(batch, SITES, **options)
@@ -110,9 +110,9 @@ def _bridge(shape: str, batch: Batch):
     """TransformerBridge.run_with_cache of values, queries, keys and pattern. Its own output embedding is cut to the
     same rows. Where rotated keys have no hook (GPT-NeoX) it keeps the unrotated ones."""
     warnings.simplefilter("ignore")
-    from llmgeom.model.subject import Subject
+    from llmgeom.model.model import Model
 
-    bridge = Subject.of(model(shape), backend="tl").forward.bridge
+    bridge = Model.of(model(shape), backend="tl").forward.bridge
     keep = ("hook_v", "hook_pattern", "hook_rot_q", "hook_rot_k")
     rows = (torch.arange(B), batch.inputs.lengths - 1)
 

@@ -33,8 +33,8 @@ from llmgeom import wind_tunnels
 from llmgeom.batch import Batch, Tokens
 from llmgeom.errors import UserError, first_line
 from llmgeom.model.capture import Site
+from llmgeom.model.model import Model
 from llmgeom.model.passes import plan_capture
-from llmgeom.model.subject import Subject
 from llmgeom.wind_tunnels.trainer import Trainer
 from llmgeom.wind_tunnels.training_config import Training
 
@@ -125,7 +125,7 @@ def measure(
     """
     with clock(device, row, "load, s"):
         model = sizes.built(shape, device)
-    subject = Subject.of(model, name=shape)
+    subject = Model.of(model, name=shape)
     batch = prompts(PROMPTS, subject.facts["vocabulary"])
     options = {"batch_tokens": BATCH_TOKENS}
     batches = plan_capture(subject, batch, SITES, **options).batches

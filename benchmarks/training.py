@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from llmgeom import wind_tunnels
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.probes.posterior.answers import grade
 from llmgeom.probes.posterior.scores import CategoricalScores
 from llmgeom.wind_tunnels.trainer import Trainer
@@ -58,7 +58,7 @@ def recipes(only: list[str], seeds: int) -> None:
             for step in range(training.steps):
                 run.step(step)
             took = time.process_time() - began
-            made = grade(Subject.of(run.module), run.task, 2000, 1000 + seed)
+            made = grade(Model.of(run.module), run.task, 2000, 1000 + seed)
             right = made.own.right.mean() if isinstance(made.own, CategoricalScores) else float("nan")
             rows.append((took, made.mae_abs, made.kl, right))
             print(f"  {name}, seed {seed}: {took:.1f} s, mae_abs {made.mae_abs:.4f}, KL {made.kl:.4f}", flush=True)

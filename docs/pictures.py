@@ -25,7 +25,7 @@ from llmgeom.reports.figures import figures
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-    from llmgeom.model.subject import Subject
+    from llmgeom.model.model import Model
 
 OUT = Path(__file__).parent / "pictures"
 PICTURES = {  # probe, or another name: run folder, quantity, and then the probe
@@ -60,7 +60,7 @@ def svg(figure: Figure, width: int = 680, height: int = 400) -> str:
     return text
 
 
-def verbs(model: Subject) -> dict[str, Figure]:
+def verbs(model: Model) -> dict[str, Figure]:
     """The pictures of README and the cookbook, of SmolLM2."""
     good = ["wonderful", "great", "lovely", "excellent", "superb", "delightful", "brilliant", "splendid"]
     bad = ["terrible", "awful", "dreadful", "horrible", "boring", "dull", "poor", "nasty"]

@@ -24,10 +24,10 @@ if TYPE_CHECKING:  # for type checkers; at run time __getattr__ resolves these n
     from llmgeom.batch import Batch
     from llmgeom.model.capture import Site
     from llmgeom.model.edits import Edit
-    from llmgeom.model.subject import Subject
+    from llmgeom.model.model import Model
     from llmgeom.record import Record
 
-    load = Subject.load
+    load = Model.load
 
 __version__ = "0.1.0"
 
@@ -36,11 +36,11 @@ _WHERE = {
     "Edit": "llmgeom.model.edits",
     "Record": "llmgeom.record",
     "Site": "llmgeom.model.capture",
-    "Subject": "llmgeom.model.subject",
-    "load": "llmgeom.model.subject",
+    "Model": "llmgeom.model.model",
+    "load": "llmgeom.model.model",
     "scan": "llmgeom.commands.scan",
 }
-__all__ = ["Batch", "Edit", "Record", "Site", "Subject", "__version__", "load", "scan"]
+__all__ = ["Batch", "Edit", "Model", "Record", "Site", "__version__", "load", "scan"]
 
 
 def __dir__() -> list[str]:
@@ -51,4 +51,4 @@ def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'llmgeom' has no attribute {name!r}; it offers {', '.join(__all__)}")
     module = importlib.import_module(_WHERE[name])
-    return module.Subject.load if name == "load" else getattr(module, name)
+    return module.Model.load if name == "load" else getattr(module, name)

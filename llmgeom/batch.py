@@ -21,7 +21,7 @@ NO_EXACT = "these prompts have no exact answer; it takes a wind tunnel (--task)"
 
 @dataclass(frozen=True)
 class Text:
-    """Prompts as strings; a Subject's own tokenizer turns them into tokens."""
+    """Prompts as strings; a Model's own tokenizer turns them into tokens."""
 
     strings: tuple[str, ...]
 
@@ -205,7 +205,7 @@ class Batch:
     def tokens(self) -> Tokens | Rows:
         """The inputs as a model reads them. Raises TypeError if they are text that is not tokenized."""
         if isinstance(self.inputs, Text):
-            raise TypeError(f"the inputs of {dict(self.source)!r} are Text; Subject.tokens makes tokens of them")
+            raise TypeError(f"the inputs of {dict(self.source)!r} are Text; Model.tokens makes tokens of them")
         return self.inputs
 
     @property

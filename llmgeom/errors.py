@@ -79,5 +79,5 @@ def in_float64(what: str) -> Iterator[None]:
 
 NO_TOKENIZER = (
     "has no tokenizer, so it cannot read text: scan or grade a model of a wind tunnel on its task; for another, pass "
-    "one to Subject.of"
+    "one to Model.of"
 )

@@ -13,7 +13,7 @@ from llmgeom import wind_tunnels
 from llmgeom.errors import UserError
 from llmgeom.model import hub
 from llmgeom.model.batching import BATCH_TOKENS
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.plan import Plan
 from llmgeom.probes.posterior import grading, results
 from llmgeom.probes.posterior.answers import answer_observer, check_readable
@@ -94,7 +94,7 @@ class Origin:
 
 
 def question(
-    subject: Subject,
+    subject: Model,
     task: World,
     origin: Origin,
     *,

@@ -30,9 +30,9 @@ from llmgeom.probe import (
     PERMUTED,
     SHUFFLED,
     UNTRAINED,
+    Model,
     Needs,
     Probe,
-    Subject,
     Unavailable,
     UserError,
 )  # fmt: skip
@@ -67,7 +67,7 @@ class Plan:
         finish: completes the judged record, from it and the observations of the model by probe.
     """
 
-    subject: Subject
+    subject: Model
     batch: Batch
     probes: Mapping[str, Probe]
     unmeasured: Mapping[str, str]
@@ -89,7 +89,7 @@ class Plan:
     @classmethod
     def of(
         cls,
-        subject: Subject,
+        subject: Model,
         batch: Batch,
         probes: Mapping[str, Probe],
         controls: int,
@@ -271,7 +271,7 @@ def _chosen(layers: str, depth: int) -> tuple[int, ...] | None:
     return chosen
 
 
-def _queried(subject: Subject, batch: Batch, chosen: str) -> Batch:
+def _queried(subject: Model, batch: Batch, chosen: str) -> Batch:
     """A batch with its tokens and queried positions. Raises UserError where a prompt has none of the positions."""
     batch = replace(batch, inputs=subject.tokens(batch))
     if chosen == "last" or batch.query is not None:
@@ -285,7 +285,7 @@ def _queried(subject: Subject, batch: Batch, chosen: str) -> Batch:
 
 
 def _unable(
-    subject: Subject,
+    subject: Model,
     batch: Batch,
     needs: Needs,
     layers: str,
@@ -308,7 +308,7 @@ def _unable(
     return ""
 
 
-def _available(needs: Needs, subject: Subject, kept: frozenset[Site] | None) -> Needs:
+def _available(needs: Needs, subject: Model, kept: frozenset[Site] | None) -> Needs:
     """The needs with those of the optional sites that the model has and the selection keeps among their sites."""
     optional = {one for one in needs.optional if (kept is None or one in kept) and not subject.unavailable({one})}
     if "attention_layers" in subject.facts and not needs.sites & ATTENDING:

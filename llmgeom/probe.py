@@ -17,16 +17,16 @@ from llmgeom.batch import Batch, Posterior, Rows, Tokens
 from llmgeom.errors import Unavailable, UserError, brief, unknown
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.forward import probe_batch
+from llmgeom.model.model import Model
 from llmgeom.model.passes import Observer, Step
-from llmgeom.model.subject import Subject
 from llmgeom.result import FIGURE, Estimate, Measured, Result
 from llmgeom.stats.controls import Control, Null
 from llmgeom.stats.resampling import in_groups, jackknife
 from llmgeom.stats.verdict import Claim
 
 __all__ = [
-    "Batch", "Capture", "FunctionProbe", "Measured", "Needs", "Observer", "Posterior", "Probe", "ProbeInput", "Rows",
-    "Site", "Step", "Subject", "Tokens", "Unavailable", "UserError", "probe", "probe_batch",
+    "Batch", "Capture", "FunctionProbe", "Measured", "Model", "Needs", "Observer", "Posterior", "Probe", "ProbeInput",
+    "Rows", "Site", "Step", "Tokens", "Unavailable", "UserError", "probe", "probe_batch",
 ]  # fmt: skip
 MIXED, MATCHED = "mixed", "mixed, as diverse"
 WHOLE = "whole sequences"  # sequences of a task with every query; the main sample queries one position of each
@@ -69,12 +69,12 @@ class Needs:
     optional: frozenset[Site] = frozenset()
     observers: tuple[Observer, ...] = ()
     controls: frozenset[str] = frozenset({UNTRAINED, SHUFFLED, NO_CONTEXT})
-    samples: Collection[str] | Mapping[str, Callable[[Subject, Batch], Batch | None]] = ()
+    samples: Collection[str] | Mapping[str, Callable[[Model, Batch], Batch | None]] = ()
     control_prompts: int = 0
     chosen_layers: bool = False
-    check: Callable[[Subject, Batch], None] | None = None
+    check: Callable[[Model, Batch], None] | None = None
     collect: Callable[[Mapping[str, Capture], Any], Any] | None = None
-    examine: Callable[[Subject, Mapping[str, Capture]], Any] | None = None
+    examine: Callable[[Model, Mapping[str, Capture]], Any] | None = None
 
     def __post_init__(self) -> None:
         """Sites and controls of any collection, as names too. Raises UserError for an unknown one."""
@@ -85,12 +85,12 @@ class Needs:
             raise unknown("control", name, CONTROLS)
 
 
-def is_control(subject: Subject) -> bool:
+def is_control(subject: Model) -> bool:
     """Whether a model that `Needs.examine` gets is an untrained control of the run."""
     return subject.facts.get("untrained") is not None and not subject.facts.get("initial")
 
 
-def exact_answers(subject: Subject, batch: Batch) -> None:
+def exact_answers(subject: Model, batch: Batch) -> None:
     """`Needs.check` of a probe that compares with exact answers. Raises Unavailable without any."""
     batch.exact  # noqa: B018 (it raises)
 

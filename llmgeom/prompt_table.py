@@ -12,8 +12,8 @@ from torch import Tensor
 
 from llmgeom.batch import Batch, Rows, Text, Tokens, recorded
 from llmgeom.model.capture import Capture, Site
+from llmgeom.model.model import Model
 from llmgeom.model.passes import Observer, Step
-from llmgeom.model.subject import Subject
 
 # Number of attention weights in a record, one byte each: the page of two records stays under 3 MB.
 SHOWN_WEIGHTS = 200_000
@@ -30,7 +30,7 @@ def _rows(step: Step) -> dict[str, Tensor]:
 ATTENTION_ROWS = Observer("attention rows", _rows, frozenset({Site.ATTENTION}), version="1")
 
 
-def attention_observer(subject: Subject, batch: Batch) -> tuple[Observer, ...]:
+def attention_observer(subject: Model, batch: Batch) -> tuple[Observer, ...]:
     """An observer of the attention of each prompt's final query; none if there is no attention or too much of it.
 
     Prompts with several queried positions get no observer: their rows would take as much memory as the whole pass.
@@ -41,7 +41,7 @@ def attention_observer(subject: Subject, batch: Batch) -> tuple[Observer, ...]:
 
 
 def prompt_table(
-    subject: Subject, batch: Batch, tokens: Tokens | Rows, entropy: np.ndarray, capture: Capture | None = None
+    subject: Model, batch: Batch, tokens: Tokens | Rows, entropy: np.ndarray, capture: Capture | None = None
 ) -> dict[str, tuple]:
     """A record's prompts, column by column. Tokens without text are decoded.
 
@@ -86,7 +86,7 @@ def prompt_table(
     return table
 
 
-def _piece(subject: Subject, *ids: int) -> str:
+def _piece(subject: Model, *ids: int) -> str:
     """The text that the last of one or two tokens adds to the one before (some tokenizers write no space before a
     text's first token). A token that is part of a character keeps its own name."""
     if subject.tokenizer is None:
@@ -99,7 +99,7 @@ def _piece(subject: Subject, *ids: int) -> str:
     return subject.tokenizer.convert_ids_to_tokens(ids[-1]) or f"token {ids[-1]}"
 
 
-def _likely(subject: Subject, tokens: Tokens, capture: Capture) -> tuple[tuple[tuple[str, float], ...], ...]:
+def _likely(subject: Model, tokens: Tokens, capture: Capture) -> tuple[tuple[tuple[str, float], ...], ...]:
     last = {prompt: row for row, prompt in enumerate(capture.prompt.tolist())}
     before, likely = tokens.ids[capture.prompt, capture.position].tolist(), capture.likely.tolist()
     rows = []

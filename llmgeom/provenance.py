@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from llmgeom.batch import Batch, Rows, Tokens
-    from llmgeom.model.subject import Subject
+    from llmgeom.model.model import Model
     from llmgeom.probe import Needs
 
 
@@ -85,7 +85,7 @@ def flat_entropy(batch: Batch, entropy: np.ndarray, vocabulary: int) -> dict[str
 
 
 def caveats(
-    subject: Subject, batch: Batch, tokens: Tokens | Rows, controls: int | None, claimed: bool = True
+    subject: Model, batch: Batch, tokens: Tokens | Rows, controls: int | None, claimed: bool = True
 ) -> Iterator[str]:
     """Reasons to doubt a verdict; `controls` is the number of draws, None if no verdict depends on them, `claimed`
     whether there is any claim."""

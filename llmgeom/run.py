@@ -35,10 +35,10 @@ from llmgeom.probe import (
     UNTRAINED,
     Batch,
     Capture,
+    Model,
     Probe,
     ProbeInput,
     Site,
-    Subject,
     UserError,
 )  # fmt: skip
 from llmgeom.progress import shown, silent, tell, within
@@ -49,7 +49,7 @@ from llmgeom.result import Measured, Result
 
 
 def run_probes(
-    subject: Subject,
+    subject: Model,
     batch: Prompts,
     probes: Mapping[str, Probe],
     *,
@@ -81,7 +81,7 @@ def run_probes(
         UserError: bad input; no room on the disk; logits that are not finite.
         TypeError: a probe returned no result.
     """
-    if not isinstance(subject, Subject):
+    if not isinstance(subject, Model):
         raise UserError(f"run_probes({brief(subject)}): expected a model that llmgeom.load returned")
     for name, probe in probes.items():
         if not (hasattr(probe, "NEEDS") and hasattr(probe, "measure")):
@@ -137,7 +137,7 @@ class Run:
         self,
         kind: str,
         draw: Draw | None = None,
-        build: Callable[[], Subject] | None = None,
+        build: Callable[[], Model] | None = None,
         means: Tensor | None = None,
     ) -> dict[str, Capture]:
         """Sample name -> its capture, read or loaded; a control is built only if a shard is missing."""
@@ -196,7 +196,7 @@ class Run:
                 self._read(PERMUTED, drawn, cache(lambda drawn=drawn: control(drawn)))
                 tell("permuted weights", done, len(draws[PERMUTED]))
 
-    def control(self, seed: Draw | None, draw: Callable[[Draw | None], Subject], compared: Sequence[str]) -> None:
+    def control(self, seed: Draw | None, draw: Callable[[Draw | None], Model], compared: Sequence[str]) -> None:
         """One untrained control, and what these probes observe in it; `draw` makes it, where a shard is missing."""
         build = cache(lambda: draw(seed))
         captures = self._read(UNTRAINED, seed, build)
@@ -208,7 +208,7 @@ class Run:
                     self.of_controls.setdefault(name, []).append(self._observed(name, captures, build, seed))
 
     def _observed(
-        self, name: str, captures: Mapping[str, Capture], build: Callable[[], Subject], seed: Draw | None = None
+        self, name: str, captures: Mapping[str, Capture], build: Callable[[], Model], seed: Draw | None = None
     ) -> Any:
         """A probe's observations of the model (seed None) or of a control.
 

@@ -16,10 +16,10 @@ from llmgeom.probe import (
     UNTRAINED,
     WHOLE,
     Capture,
+    Model,
     Needs,
     ProbeInput,
     Site,
-    Subject,
     Unavailable,
     UserError,
 )
@@ -42,7 +42,7 @@ MOVABLE = 0.5  # share of rows that can exchange their label; with fewer, belief
 TINY = 1e-30
 
 
-def output_rows(subject: Subject, captures: Mapping[str, Capture]) -> dict[str, np.ndarray]:
+def output_rows(subject: Model, captures: Mapping[str, Capture]) -> dict[str, np.ndarray]:
     """The read-out of a model's answer: [outcome d_model] float64 rows of its output embedding, for the outcomes of a
     task, or for every token that is the likeliest next one of some prompt; [outcome] their tokens, and [prompt] the
     likeliest next token where there is no exact answer. Empty for a control of prompts.

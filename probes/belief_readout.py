@@ -17,12 +17,12 @@ from llmgeom.probe import (
     WHOLE,
     Batch,
     Capture,
+    Model,
     Needs,
     Observer,
     ProbeInput,
     Site,
     Step,
-    Subject,
     Unavailable,
     UserError,
 )
@@ -69,7 +69,7 @@ def collect(captures: Mapping[str, Capture], _: Any = None) -> np.ndarray | None
     return None if capture.batch.posterior is not None else bits(capture.observed("lens.kl").numpy().T)
 
 
-def has_lens(subject: Subject, batch: Batch) -> None:
+def has_lens(subject: Model, batch: Batch) -> None:
     """Raises Unavailable if the logit lens of this model is unknown."""
     _ = subject.unembed
 

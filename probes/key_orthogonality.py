@@ -16,13 +16,13 @@ from llmgeom.probe import (
     UNTRAINED,
     Batch,
     Capture,
+    Model,
     Needs,
     Observer,
     ProbeInput,
     Rows,
     Site,
     Step,
-    Subject,
     Tokens,
     Unavailable,
     UserError,
@@ -58,7 +58,7 @@ class Reading:
     normed: bool
 
 
-def weights(subject: Subject, captures: Mapping[str, Capture]) -> dict[str, np.ndarray]:
+def weights(subject: Model, captures: Mapping[str, Capture]) -> dict[str, np.ndarray]:
     """Mean |cos| of the columns of W_K [layer head]; without a norm between W_Q and the scores, also sum_h W_Q W_Q' of
     each group in layer 0 [kv_head head_dim head_dim].
 
@@ -106,7 +106,7 @@ def _metric(queries: Sequence[np.ndarray], kv_heads: int) -> np.ndarray:
     return second.reshape(kv_heads, len(queries) // kv_heads, *second.shape[1:]).sum(1)
 
 
-def single_tokens(subject: Subject, batch: Batch) -> Batch | None:
+def single_tokens(subject: Model, batch: Batch) -> Batch | None:
     """The tokens whose keys are compared, each as a separate prompt; None for a model that reads no tokens."""
     if isinstance(batch.inputs, Rows):
         return None
@@ -115,7 +115,7 @@ def single_tokens(subject: Subject, batch: Batch) -> Batch | None:
     return Batch(tokens, tuple(map(str, ids)), {"kind": TOKENS})
 
 
-def token_ids(subject: Subject, batch: Batch) -> list[int]:
+def token_ids(subject: Model, batch: Batch) -> list[int]:
     """The tokens whose keys are compared: at most 256, the most frequent of the prompts, ties by lower id.
 
     Special tokens of the tokenizer are left out.

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float
 
 from llmgeom.claims import Null, declared, estimate, planned
-from llmgeom.probe import UNTRAINED, WHOLE, Batch, Capture, Needs, ProbeInput, Site, Subject, UserError, exact_answers
+from llmgeom.probe import UNTRAINED, WHOLE, Batch, Capture, Model, Needs, ProbeInput, Site, UserError, exact_answers
 from llmgeom.probes.shared.matrices import input_at_rows
 from llmgeom.probes.shared.nulls import null_band
 from llmgeom.result import Curve, Estimate, Result as Base, curve, quantity
@@ -187,7 +187,7 @@ class Reach:
     task: str
 
 
-def reach(subject: Subject, batch: Batch) -> Reach:
+def reach(subject: Model, batch: Batch) -> Reach:
     """The task's number of trained queries, or that of the model's folder if it is less and the task is the same.
 
     Raises UserError for a process in text, whose training loss is unknown.

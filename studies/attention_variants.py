@@ -27,7 +27,7 @@ from llmgeom.cache import keys
 from llmgeom.errors import UserError
 from llmgeom.files import write_whole
 from llmgeom.model.capture import Site
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.model.tokenizing import fitting
 from llmgeom.prompts import grammar, pool
 from llmgeom.prompts.domains import MIXED
@@ -109,7 +109,7 @@ class Material:
             windows, spec.context, spec.vocabulary,
             seed=spec.text_seed, at_once=spec.tokenizer_texts, split=spec.split, share=spec.share,
         )  # fmt: skip
-        self.reader = Subject.of(spec.start(), self.stream.tokenizer)
+        self.reader = Model.of(spec.start(), self.stream.tokenizer)
         batch = pool.plain(fitting(self.reader, evaluate.prompts(MIXED, spec.pool)), spec.prompts)
         tokens = self.reader.tokens(batch)
         self.prompts, self.prompts_hash = replace(batch, inputs=tokens), keys.of_tokens(tokens)
@@ -190,7 +190,7 @@ def train(folder: Path, about: Cell, spec: Spec, material: Material) -> None:
     _keep(folder / "trained.json", trained)  # last: a folder without it is trained again
 
 
-def measure(subject: Subject, prompts: Batch, nulls: int) -> dict[str, Any]:
+def measure(subject: Model, prompts: Batch, nulls: int) -> dict[str, Any]:
     """Every metric by probe and name, of the probes that give the signatures, and why a probe gave none."""
     record = run_probes(
         subject, prompts, probes.known(sorted({s.probe for s in SIGNATURES} - {"kinds"})), controls=nulls

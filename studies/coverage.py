@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from llmgeom import claims, grading, probes
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.plan import Plan
 from llmgeom.probe import WHOLE
 from llmgeom.probes.interventions import component_ablation, interchange
@@ -28,28 +28,28 @@ SIZE = 60
 Estimates = dict[str, tuple[float, float, float, bool]]  # value, low, high, whether it is a claim
 
 
-def scan(subject: Subject, task: World, names: Sequence[str], seed: int, at: int | None = None) -> Record:
+def scan(subject: Model, task: World, names: Sequence[str], seed: int, at: int | None = None) -> Record:
     """The preview of `llmgeom scan` with these probes; `at` is the query at which all sequences end."""
     whole = task.sample(SIZE, seed, task.test_split)
     batch = task.truncated(SIZE, seed, task.test_split, at)
     return Run(Plan.of(subject, batch, probes.known(names), 1, seed, samples={WHOLE: whole}, whole=False)).preview()
 
 
-def ablate(subject: Subject, task: World, kind: str, seed: int) -> Record:
+def ablate(subject: Model, task: World, kind: str, seed: int) -> Record:
     """`llmgeom ablate --blocks` or `--heads`."""
     whole = task.sample(SIZE, seed, task.test_split)
     options = {"task": task, "positions": "all", "seed": seed, "nulls": 1}
     return Run(component_ablation.question(subject, whole, kind, **options)).record()
 
 
-def grade(subject: Subject, task: World, origin: grading.Origin, seed: int) -> Record:
+def grade(subject: Model, task: World, origin: grading.Origin, seed: int) -> Record:
     """`llmgeom grade`."""
     return Run(grading.question(subject, task, origin, n=SIZE, seed=seed, nulls=1)).record()
 
 
 def runs(folder: Path) -> dict[str, Callable[[int], Record]]:
     """The measurements on a trained model by name, as a function of the seed."""
-    subject, origin = Subject.load(str(folder)), grading.Origin.of(str(folder))
+    subject, origin = Model.load(str(folder)), grading.Origin.of(str(folder))
     task = origin.load_world(None, str(folder))
     made: dict[str, Callable[[int], Record]] = {
         name: partial(scan, subject, task, [name], at=-1 if name == "value_manifold" else None)

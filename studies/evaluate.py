@@ -12,7 +12,7 @@ import transformers
 
 from llmgeom.batch import Batch
 from llmgeom.errors import UserError
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.prompts import nonce
 from llmgeom.prompts.domains import MIXED, Domain
 from llmgeom.prompts.nonce import Part
@@ -67,16 +67,16 @@ def skill_by_count(exact: np.ndarray, model: np.ndarray, count: np.ndarray) -> f
     return skill(kl(exact, model), kl(exact, best_constant(exact, count)))
 
 
-def stored(folder: str | os.PathLike) -> Subject:
+def stored(folder: str | os.PathLike) -> Model:
     """The model in a folder as every command reads it: offline, bfloat16 loaded to float32."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, use_safetensors=True, local_files_only=True
     )
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    return Subject.of(model, tokenizer, f"pocket:{Path(folder).name}")
+    return Model.of(model, tokenizer, f"pocket:{Path(folder).name}")
 
 
-def measure(subject: Subject, rows: Rows, training: Sequence[Sequence[int]], few: int, per_cell: int) -> dict[str, Any]:
+def measure(subject: Model, rows: Rows, training: Sequence[Sequence[int]], few: int, per_cell: int) -> dict[str, Any]:
     """The whole examination: losses of the model and its rivals in each set, entropies over prompts of two domains,
     and skills with label sequences."""
     model, others = losses(subject, rows), rivals(subject, rows, training, few)
@@ -88,7 +88,7 @@ def measure(subject: Subject, rows: Rows, training: Sequence[Sequence[int]], few
 
 
 @torch.no_grad()
-def nats(subject: Subject, texts: Sequence[str], at_once: int = 32) -> list[np.ndarray]:
+def nats(subject: Model, texts: Sequence[str], at_once: int = 32) -> list[np.ndarray]:
     """-log P of each text's tokens from the second on, and of the separator after it, in nats, one array a text.
 
     The first token is left out: like a prompt, a text is read without a separator before it.
@@ -106,7 +106,7 @@ def nats(subject: Subject, texts: Sequence[str], at_once: int = 32) -> list[np.n
     return by_text
 
 
-def losses(subject: Subject, rows: Rows) -> dict[str, dict[str, Any]]:
+def losses(subject: Model, rows: Rows) -> dict[str, dict[str, Any]]:
     """For each "set" of the rows: the model's mean loss in nats a token, its standard error, and each domain's loss."""
     each = nats(subject, [row["text"] for row in rows])
     found: dict[str, dict[str, Any]] = {}
@@ -117,7 +117,7 @@ def losses(subject: Subject, rows: Rows) -> dict[str, dict[str, Any]]:
     return found
 
 
-def rivals(subject: Subject, rows: Rows, training: Sequence[Sequence[int]], few: int) -> dict[str, dict[str, float]]:
+def rivals(subject: Model, rows: Rows, training: Sequence[Sequence[int]], few: int) -> dict[str, dict[str, float]]:
     """Baselines on the same tokens in nats: n-grams fitted to the `training` ids, and their unigram entropy.
 
     Returns:
@@ -149,7 +149,7 @@ def prompts(name: str, n: int = 300) -> Batch:
     return domain.sample(min(n, domain.size()), 0)
 
 
-def entropies(subject: Subject, name: str) -> dict[str, Any]:
+def entropies(subject: Model, name: str) -> dict[str, Any]:
     """Entropy of the next token after prompts of a domain, in bits: quantiles, and span = largest minus least."""
     batch = prompts(name)
     found = subject.entropy(batch)
@@ -161,7 +161,7 @@ def entropies(subject: Subject, name: str) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def answers(subject: Subject, batch: Batch, at_once: int = 64) -> tuple[np.ndarray, np.ndarray]:
+def answers(subject: Model, batch: Batch, at_once: int = 64) -> tuple[np.ndarray, np.ndarray]:
     """What a model says of the two labels after each prompt: log P given that it is one of them [prompt 2], in nats,
     and log P that it is. Raises UserError where a label is not one token.
     """
@@ -183,7 +183,7 @@ def answers(subject: Subject, batch: Batch, at_once: int = 64) -> tuple[np.ndarr
     return (log_p - mass[:, None]).numpy(), mass.numpy()
 
 
-def evidence(subject: Subject, per_cell: int, sets: Collection[str] = tuple(PARTS)) -> dict[str, Any]:
+def evidence(subject: Model, per_cell: int, sets: Collection[str] = tuple(PARTS)) -> dict[str, Any]:
     """Skill by format and set, over k = 1..8 observations together and by k, with 95 % intervals over label pairs.
 
     Args:
@@ -196,7 +196,7 @@ def evidence(subject: Subject, per_cell: int, sets: Collection[str] = tuple(PART
     return {name: {which: _graded(subject, name, which, per_cell) for which in sets} for name in nonce.FORMATS}
 
 
-def _graded(subject: Subject, name: str, which: str, per_cell: int) -> dict[str, Any]:
+def _graded(subject: Model, name: str, which: str, per_cell: int) -> dict[str, Any]:
     source = Evidence(name, *PARTS[which])
     pairs = len(nonce.pairs(source.pairs))
     batch = source.sample(per_cell * min(pairs, PAIRS) * (source.most - source.least + 1), 0)

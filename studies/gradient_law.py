@@ -15,7 +15,7 @@ from typing import Any
 
 from llmgeom import wind_tunnels
 from llmgeom.dynamics.processes import spread
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.probes.posterior.answers import grade
 from llmgeom.prompts.domains import Domain
 from llmgeom.run import run_probes
@@ -44,7 +44,7 @@ def trained(folder: str, training: Training) -> dict[str, Any]:
     task = wind_tunnels.load_world(training.task)
 
     def read() -> dict[str, Any]:
-        subject = Subject.load(f"{folder}/model", device="cpu")
+        subject = Model.load(f"{folder}/model", device="cpu")
         return {"KL": grade(subject, task, 2000, training.seed).kl} | _numbers(
             subject, task.truncated(SEQUENCES, training.seed, "held-out"), training.seed
         )
@@ -54,10 +54,10 @@ def trained(folder: str, training: Training) -> dict[str, Any]:
 
 def pocket(name: str) -> dict[str, Any]:
     """The numbers of a pocket model on math prompts."""
-    return _numbers(Subject.load(f"pocket:{name}"), Domain("math").sample(SEQUENCES, 0), 0)
+    return _numbers(Model.load(f"pocket:{name}"), Domain("math").sample(SEQUENCES, 0), 0)
 
 
-def _numbers(subject: Subject, batch: Any, seed: int) -> dict[str, Any]:
+def _numbers(subject: Model, batch: Any, seed: int) -> dict[str, Any]:
     record = run_probes(subject, batch, {routing_law.NAME: routing_law}, seed=seed)
     return {
         metric.name: {

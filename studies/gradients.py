@@ -30,7 +30,7 @@ from llmgeom.batch import Batch, Rows, Tokens
 from llmgeom.dynamics.gradients import Attended, agreed, counted, doubled, forward, losses, require_attention, targets
 from llmgeom.errors import Unavailable
 from llmgeom.model.attention import Recorder, recording
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from studies.unrolled import Gradients, Unrolled, scan_of
 
 DECREASE = 1e-4  # target decrease of the loss by a step: small enough for a derivative, far above rounding
@@ -94,7 +94,7 @@ class Routing:
     layers: tuple[Mixing, ...]
 
 
-def scans(subject: Subject) -> bool:
+def scans(subject: Model) -> bool:
     """Whether the module mixes positions by a selective scan."""
     mixed = getattr(subject.model, "without_attention", "")  # a wind tunnel's: transformers' Mamba has another layout
     return bool(mixed) and subject.facts["model_type"] in ("mamba2", "mamba")
@@ -126,7 +126,7 @@ def law(layer: Attended, u: Tensor) -> Gradients:
     )
 
 
-def _prepared(subject: Subject, batch: Batch) -> tuple[Subject, Tokens | Rows, Tensor, Tensor]:
+def _prepared(subject: Model, batch: Batch) -> tuple[Model, Tokens | Rows, Tensor, Tensor]:
     """The float64 copy, its inputs, and their targets."""
     if not scans(subject):
         require_attention(subject)
@@ -136,7 +136,7 @@ def _prepared(subject: Subject, batch: Batch) -> tuple[Subject, Tokens | Rows, T
 
 
 def _forward(
-    subject: Subject, inputs: Tokens | Rows, where: Tensor, target: Tensor, compare: bool = True
+    subject: Model, inputs: Tokens | Rows, where: Tensor, target: Tensor, compare: bool = True
 ) -> tuple[list[Attended] | list[Unrolled], Tensor]:
     """`gradients.forward`; for a scan, with explicit weights in its place."""
     if not scans(subject):
@@ -163,7 +163,7 @@ def _forward(
     return found, losses(written, target.to(written.device)).mean()
 
 
-def routing(subject: Subject, batch: Batch) -> Routing:
+def routing(subject: Model, batch: Batch) -> Routing:
     """The gradients of the batch's mean loss at every head, by the law and by autograd.
 
     The loss is the cross-entropy in nats of the drawn outcome over the whole vocabulary (for a real number, minus its
@@ -194,7 +194,7 @@ class Step:
     share: tuple[Float[Tensor, "batch head query key"], ...]
 
 
-def step(subject: Subject, batch: Batch, decrease: float = DECREASE) -> Step:
+def step(subject: Model, batch: Batch, decrease: float = DECREASE) -> Step:
     """Take one step of gradient descent that lowers the loss, to first order, by `decrease` times min(loss, 1 nat).
 
     W <- W - eta dL/dW with eta = expected / |dL/dW|^2 over all parameters. Raises Unavailable as `routing` does.

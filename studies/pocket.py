@@ -24,7 +24,7 @@ from torch import Tensor
 
 from llmgeom.errors import UserError
 from llmgeom.files import write_whole
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.prompts import nonce
 from llmgeom.prompts.grammar import templates
 from llmgeom.prompts.nonce import Part
@@ -71,7 +71,7 @@ class Pocket:
             fraction of input tokens replaced at random (never targets), and split, of words cut in two
             (`training_data.pieces`). Without them the templates are learnt by heart and the loss on held-out ones rises
             from step 200 on; with more of each, little else is learnt either.
-        seed: of the initial weights, drawn as `Subject.untrained` draws them: `@step0` is where this model began.
+        seed: of the initial weights, drawn as `Model.untrained` draws them: `@step0` is where this model began.
         fillings: of each template in the examination, the held-out half has only templates never trained on; and label
             sequences for each pair of labels and number of observations.
     """
@@ -189,7 +189,7 @@ def build(
             data = spec.training_data()
             sample = examination(spec.fillings, spec.examination_seed, exclude=frozenset(data.texts))
             model = spec.start()
-            start_hash = Subject.of(model, data.tokenizer, name).weight_hash
+            start_hash = Model.of(model, data.tokenizer, name).weight_hash
             curve = train(model, data, spec, progress)
             subject = _store(temporary, model, data, sample)
             trained_templates = sum(len(templates(domain)) - len(corpus.held_out(domain)) for domain in domains())
@@ -224,7 +224,7 @@ def build(
 
 def _store(
     folder: Path, model: transformers.PreTrainedModel, data: TrainingData, sample: Sequence[Mapping[str, Any]]
-) -> Subject:
+) -> Model:
     """Write the weights in bfloat16, the tokenizer and the examination; the subject as loaded from the folder."""
     folder.mkdir(parents=True)
     model.bfloat16().save_pretrained(folder)
@@ -318,7 +318,7 @@ def _rate(step: int, steps: int) -> float:
 # ---- the card -------------------------------------------------------------------------------------------------------
 
 
-def _training_facts(spec: Pocket, subject: Subject, data: TrainingData) -> dict[str, Any]:
+def _training_facts(spec: Pocket, subject: Model, data: TrainingData) -> dict[str, Any]:
     """The opening of the card: the model, and what it was trained on."""
     return {
         "name": spec.name,

@@ -22,7 +22,7 @@ import llmgeom
 from llmgeom import wind_tunnels
 from llmgeom.batch import Batch, Text
 from llmgeom.commands import ablate, evidence
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.probes.posterior.answers import grade
 from llmgeom.prompts import text
 from llmgeom.record import Record
@@ -112,7 +112,7 @@ def _printed(one: Printed, trainings: list[Mapping[str, Any]], out: Path, cell: 
     longer, within = replace(trained, steps=round(2.5 * trained.steps)), trained.trained_queries
     ratios = []
     for seed in range(len(trainings)):
-        by_query = grade(Subject.load(str(out / one.task / one.arch / f"seed{seed}")), longer, GRADED).own.kl.mean(0)
+        by_query = grade(Model.load(str(out / one.task / one.arch / f"seed{seed}")), longer, GRADED).own.kl.mean(0)
         ratios.append(by_query[within:].mean() / by_query[:within].mean())
     return interval(ratios, log=True)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from llmgeom.claims import Null, declared, layer_band
-from llmgeom.probe import UNTRAINED, Batch, Needs, ProbeInput, Subject, UserError
+from llmgeom.probe import UNTRAINED, Batch, Model, Needs, ProbeInput, UserError
 from llmgeom.probes.shared.nulls import compare
 from llmgeom.result import Curve, Estimate, Figure, Result as Base, curve, quantity
 from llmgeom.run import CONTROLS
@@ -75,7 +75,7 @@ class Reading:
     decrease: float
 
 
-def read(subject: Subject, batch: Batch) -> Reading:
+def read(subject: Model, batch: Batch) -> Reading:
     """One forward, backward and step on the first input of each of the first few clusters.
 
     Raises Unavailable: Gradients cannot be computed for this model; see `studies.gradients.step`.

@@ -14,7 +14,7 @@ from llmgeom import wind_tunnels
 from llmgeom.dynamics.processes import spread
 from llmgeom.errors import UserError
 from llmgeom.files import digest, write_json
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.probes.posterior.answers import grade
 from llmgeom.probes.posterior.scores import CategoricalScores, PosteriorScores, Scores, mae_abs, mae_mean
 from llmgeom.progress import tell
@@ -92,7 +92,7 @@ def _cell(folder: str, training: Training, n: int, device: str = "cpu") -> dict[
     try:
         done = train(training, folder, device=device)
         task = wind_tunnels.load_world(training.task)
-        subject = Subject.load(folder, device=device)
+        subject = Model.load(folder, device=device)
         numbers = graded(grade(subject, task, n, training.seed)) | {"lr": done.lr, "parameters": done.parameters}
         if training.corrupt:
             numbers["kl_mixture"] = grade(subject, task, n, training.seed, corrupt=training.corrupt).kl

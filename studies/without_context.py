@@ -23,7 +23,7 @@ import llmgeom
 from llmgeom.batch import Batch
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit, Where
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.probes.shared.matrices import last_layer
 from llmgeom.prompts import pool
 from llmgeom.prompts.domains import Domain
@@ -34,7 +34,7 @@ MODELS, DOMAINS = ("pythia", "llama", "phi", "mistral"), ("math", "mixed")
 INTACT, MEAN, ALONE, OWN = "intact", "mean", "itself alone", "mean and own part"
 
 
-def arms(subject: Subject, batch: Batch) -> Mapping[str, Sequence[Edit]]:
+def arms(subject: Model, batch: Batch) -> Mapping[str, Sequence[Edit]]:
     """The edits of each control."""
     sites = (Site.VALUE, Site.Z, Site.ATTENTION, Site.ATTN_OUT)
     whole = subject.capture(batch, sites, positions="all")
@@ -67,7 +67,7 @@ def arms(subject: Subject, batch: Batch) -> Mapping[str, Sequence[Edit]]:
     }
 
 
-def measured(subject: Subject, domain: str, seed: int) -> dict[str, tuple[float, float]]:
+def measured(subject: Model, domain: str, seed: int) -> dict[str, tuple[float, float]]:
     """R2 and |rho| by control."""
     drawn = Domain(domain).sample(pool.candidates(None), seed)
     batch = pool.stratify(drawn, subject.capture(drawn, (Site.ENTROPY,)).entropy.numpy(), seed=seed)

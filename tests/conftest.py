@@ -108,18 +108,18 @@ def _one_thread(request):
 @pytest.fixture(scope="module")
 def pythia():
     """The pocket model of Pythia's kind."""
-    from llmgeom.model.subject import Subject
+    from llmgeom.model.model import Model
 
-    return Subject.load("pocket:pythia", device="cpu", offline=True)
+    return Model.load("pocket:pythia", device="cpu", offline=True)
 
 
 @pytest.fixture(scope="module")
 def llama():
     """The tiny Llama of tests/families.py."""
-    from llmgeom.model.subject import Subject
+    from llmgeom.model.model import Model
     from tests.families import FAMILIES
 
-    return Subject.of(FAMILIES["llama"].model(), name="llama")
+    return Model.of(FAMILIES["llama"].model(), name="llama")
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 from llmgeom.plan import MAIN
-from llmgeom.probe import Batch, Needs, Site, Subject
+from llmgeom.probe import Batch, Model, Needs, Site
 
 
-def observe(subject: Subject, batch: Batch, needs: Needs) -> Any:
+def observe(subject: Model, batch: Batch, needs: Needs) -> Any:
     """The observations of one probe on one batch, without controls, as in `ProbeInput.observations`."""
     inputs = {MAIN: replace(batch, inputs=subject.tokens(batch))}
     makers = needs.samples if isinstance(needs.samples, Mapping) else {}

@@ -19,7 +19,7 @@ CASES = (*((name, 0) for name in ARCHITECTURES), ("neox", 3), ("mamba2", 3))
 
 @torch.no_grad()
 def logits(model, x: Tensor, **options) -> Tensor:
-    """As a Subject asks for them."""
+    """As a Model asks for them."""
     position_ids = torch.arange(x.shape[1]).expand(x.shape[:2])
     return model(**{model.main_input_name: x}, position_ids=position_ids, use_cache=False, **options).logits
 
@@ -100,7 +100,7 @@ def test_a_seed_fixes_the_weights_and_leaves_the_generator(arch, features):
     assert all(p.dtype == torch.float32 and p.device.type == "cpu" for p in again.parameters())
     changed = build(arch, features=features, **SHAPE, seed=1).state_dict()
     assert all(not torch.equal(first[k], v) for k, v in changed.items() if k.endswith("proj.weight"))
-    torch.manual_seed(0)  # as Subject.untrained control does
+    torch.manual_seed(0)  # as Model.untrained control does
     control = AutoModelForCausalLM.from_config(again.config).state_dict()
     assert all(torch.equal(first[k], v) for k, v in control.items())
 
@@ -139,7 +139,7 @@ def test_every_parameter_is_in_use(arch, features):
     assert torch.equal(model(**{model.main_input_name: x}).logits, out)  # no dropout in training
 
 
-# ---- the interface a Subject uses ------------------------------------------------------------------------------------
+# ---- the interface a Model uses ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("arch", ["neox", "gqa"])

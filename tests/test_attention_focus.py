@@ -10,7 +10,7 @@ import torch
 from llmgeom.batch import Batch, Tokens
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.probe import ProbeInput
 from llmgeom.probes import attention_focus
 from llmgeom.probes.attention_focus import Reach, visible
@@ -156,7 +156,7 @@ def test_a_window_of_one_token_is_refused():
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_reach_is_the_window_of_each_family_s_first_layer(name):
     family = FAMILIES[name]
-    found = observe(Subject.of(family.model(), None, name), ragged(), attention_focus.NEEDS)
+    found = observe(Model.of(family.model(), None, name), ragged(), attention_focus.NEEDS)
     everything = max(LENGTHS)
     assert found.tokens[0] == (family.window or everything)
     layered = "layer_types" in family.settings or name == "gpt_oss"

@@ -17,7 +17,7 @@ from llmgeom.dynamics.gradients import losses, signals, targets
 from llmgeom.errors import Unavailable
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.wind_tunnels.models.architectures import build
 from studies import unrolled
 from studies.gradients import routing, step
@@ -66,7 +66,7 @@ def own_gradients(model, batch: Batch):
 def test_the_law_is_what_each_family_s_own_attention_gives(name):
     model, batch = FAMILIES[name].model(), ragged()
     loss, theirs, own = own_gradients(model, batch)
-    found = routing(Subject.of(model), batch)
+    found = routing(Model.of(model), batch)
     assert found.loss == pytest.approx(loss, rel=1e-6) and found.queries == sum(n - 1 for n in (23, 9, 17, 2))
     cap = getattr(model.config, "attn_logit_softcapping", None)
     for layer, (one, (q, k, v, s)) in enumerate(zip(found.layers, theirs, strict=True)):
@@ -90,7 +90,7 @@ def test_the_law_is_what_each_family_s_own_attention_gives(name):
 
 def test_what_is_counted_is_real_and_bears_on_the_loss():
     """At padding, at the last token, which no target follows, and beyond a window nothing is seen."""
-    found = routing(Subject.of(FAMILIES["mistral"].model()), ragged())
+    found = routing(Model.of(FAMILIES["mistral"].model()), ragged())
     for one in found.layers:
         for row, length in zip(one.seen, (23, 9, 17, 2), strict=True):
             assert not row[:, length - 1 :].any()
@@ -105,7 +105,7 @@ def test_what_is_counted_is_real_and_bears_on_the_loss():
 @pytest.mark.parametrize("entries", [gradients.ENTRIES, 8 * 23**2, 2 * 8 * 23**2])
 def test_signals_are_of_the_summed_loss_and_do_not_depend_on_how_many_run_together(monkeypatch, entries):
     monkeypatch.setattr(gradients, "ENTRIES", entries)
-    subject, batch = Subject.of(FAMILIES["llama"].model()), ragged()
+    subject, batch = Model.of(FAMILIES["llama"].model()), ragged()
     found, plain = signals(subject, batch), routing(subject, batch)
     assert found.loss == pytest.approx(plain.loss)
     for layer, one in enumerate(plain.layers):
@@ -120,7 +120,7 @@ def test_signals_are_of_the_summed_loss_and_do_not_depend_on_how_many_run_togeth
 
 def test_the_loss_of_a_task_is_that_of_the_outcomes_drawn_at_its_queries():
     task = wind_tunnels.load_world("recall:pairs=3,keys=5,values=5,queries=2")
-    subject = Subject.of(build("gpt2", vocabulary=task.vocabulary, length=task.length, width=16))
+    subject = Model.of(build("gpt2", vocabulary=task.vocabulary, length=task.length, width=16))
     for batch in (task.sample(5, 0), task.truncated(5, 0)):
         form = task.answers.read(subject.capture(batch, {Site.LOG_PROBS}).log_probs)
         expected = task.answers.loss(form, batch.target.flatten()).mean()
@@ -136,9 +136,9 @@ def test_the_loss_of_a_real_number_is_minus_its_log_density():
     task = wind_tunnels.load_world("regression")
     model = build("gpt2", vocabulary=2, length=task.length, features=task.features, width=16)
     batch = task.sample(4, 0)
-    form = task.answers.read(Subject.of(model).capture(batch, {Site.LOG_PROBS}).log_probs)
+    form = task.answers.read(Model.of(model).capture(batch, {Site.LOG_PROBS}).log_probs)
     assert form.shape[1] == 2
-    found = routing(Subject.of(model), batch)
+    found = routing(Model.of(model), batch)
     assert max(float(e.max()) for e in found.layers[0].errors.values()) < 1e-9
 
 
@@ -183,14 +183,14 @@ def test_a_law_that_is_not_the_model_s_own_is_not_told(monkeypatch):
                 lambda *args, forgotten=forgotten, **kwargs: attend(*args, **{**kwargs, forgotten: None}),
             )
             with refused(Unavailable, name):
-                routing(Subject.of(FAMILIES[name].model()), ragged())
+                routing(Model.of(FAMILIES[name].model()), ragged())
 
 
 def test_what_gives_no_gradients_is_refused_with_the_reason(monkeypatch):
-    subject = Subject.of(FAMILIES["gpt2"].model())
+    subject = Model.of(FAMILIES["gpt2"].model())
     with subject.edited(Edit("z", lambda x, where: x)) as changed, refused(Unavailable, "edited"):
         routing(changed, ragged())
-    lstm = Subject.of(build("lstm", vocabulary=120, length=30, width=16))
+    lstm = Model.of(build("lstm", vocabulary=120, length=30, width=16))
     with refused(Unavailable, "attention"):
         routing(lstm, ragged())
     monkeypatch.setattr(gradients, "LARGEST", 10)
@@ -200,7 +200,7 @@ def test_what_gives_no_gradients_is_refused_with_the_reason(monkeypatch):
 
 def test_a_model_read_through_transformerlens_is_refused():
     with refused(Unavailable, "--backend"):
-        routing(Subject.of(FAMILIES["gpt2"].model(), name="gpt2", backend="tl"), ragged())
+        routing(Model.of(FAMILIES["gpt2"].model(), name="gpt2", backend="tl"), ragged())
 
 
 # ---- the step --------------------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def test_a_model_read_through_transformerlens_is_refused():
 def test_the_step_is_plain_descent_on_every_parameter():
     """Held against a model stepped by hand, with the loss, the gradient and the attention that are its own."""
     model, batch = FAMILIES["gpt_neox"].model(), ragged()
-    taken = step(Subject.of(model), batch, decrease=0.02)
+    taken = step(Model.of(model), batch, decrease=0.02)
     loss, _, own = own_gradients(model, batch)
     size = sum(float(p.grad.square().sum()) for p in own.parameters())
     expected = 0.02 * min(1, loss)
@@ -218,8 +218,8 @@ def test_the_step_is_plain_descent_on_every_parameter():
         for parameter in own.parameters():
             parameter -= expected / size * parameter.grad
     own.config._attn_implementation = "eager"
-    after = Subject.of(own)
-    attention = [s.capture(batch, {Site.ATTENTION}, positions="all") for s in (Subject.of(eager(model)), after)]
+    after = Model.of(own)
+    attention = [s.capture(batch, {Site.ATTENTION}, positions="all") for s in (Model.of(eager(model)), after)]
     for layer, change in enumerate(taken.share):
         old, new = (one.layers(Site.ATTENTION)[layer].double() for one in attention)
         rows = attention[0].prompt, slice(None), attention[0].position
@@ -229,7 +229,7 @@ def test_the_step_is_plain_descent_on_every_parameter():
         torch.testing.assert_close(change[rows][seen], moved, atol=2e-5, rtol=1e-3)
     lowered = loss - own_gradients(own, batch)[0]
     assert taken.found == pytest.approx(lowered, rel=1e-3) and 0.5 < taken.found / taken.expected < 1.1
-    small = step(Subject.of(model), batch)
+    small = step(Model.of(model), batch)
     assert small.found == pytest.approx(small.expected, rel=1e-2)
 
 
@@ -237,7 +237,7 @@ def test_the_model_itself_is_left_as_it_was():
     model = FAMILIES["mixtral"].model()
     before = {name: t.clone() for name, t in model.state_dict().items()}
     kept = model.config._attn_implementation, model.config._experts_implementation
-    step(Subject.of(model), ragged())
+    step(Model.of(model), ragged())
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     assert (model.config._attn_implementation, model.config._experts_implementation) == kept
 
@@ -305,7 +305,7 @@ def test_the_law_of_a_scan_is_that_of_its_recurrence(arch):
 @pytest.mark.parametrize("arch", ["mamba2", "mamba"])
 def test_a_scan_s_score_gradient_is_an_advantage_and_a_gain(arch):
     task = wind_tunnels.load_world("bijection:vocab=4,pairs=3")
-    subject = Subject.of(build(arch, vocabulary=task.vocabulary, length=task.length, width=8))
+    subject = Model.of(build(arch, vocabulary=task.vocabulary, length=task.length, width=8))
     found = routing(subject, task.sample(5, 0))
     for one in found.layers:
         assert one.scan and set(one.errors) == {"score", "value", "query", "key", "step"}

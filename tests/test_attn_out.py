@@ -12,7 +12,7 @@ from sklearn.preprocessing import StandardScaler
 
 from llmgeom.batch import Batch, Tokens
 from llmgeom.model.capture import Site
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.probe import ProbeInput
 from llmgeom.probes import value_manifold
 from llmgeom.probes.shared import representation_geometry
@@ -65,7 +65,7 @@ def turned(model, seed: int):
     return other
 
 
-def made(subject: Subject, batch: Batch, entropy: np.ndarray | None = None) -> ProbeInput:
+def made(subject: Model, batch: Batch, entropy: np.ndarray | None = None) -> ProbeInput:
     """A scan's view with a few untrained controls only: what is compared are values, not verdicts."""
     capture = subject.capture(batch, SITES)
     untrained = tuple(subject.untrained(1 + i).capture(batch, {*SITES, Site.ENTROPY}) for i in range(2))
@@ -88,7 +88,7 @@ def numbers(result) -> np.ndarray:
 
 def test_a_change_of_basis_inside_heads_alters_values_and_not_writes():
     batch, model = prompts(), FAMILIES["llama"].model().double()
-    plain, other = Subject.of(model), Subject.of(turned(model, 1))
+    plain, other = Model.of(model), Model.of(turned(model, 1))
     ids = batch.inputs.ids
     with torch.no_grad():
         np.testing.assert_allclose(other.model(ids).logits, plain.model(ids).logits, atol=1e-8)
@@ -105,7 +105,7 @@ def test_a_change_of_basis_inside_heads_alters_values_and_not_writes():
 
 def test_it_measures_the_writes_themselves_under_names_of_its_own():
     """The entropy is one that the last write holds."""
-    batch, subject = prompts(), Subject.of(FAMILIES["llama"].model())
+    batch, subject = prompts(), Model.of(FAMILIES["llama"].model())
     z = StandardScaler().fit_transform(subject.capture(batch, SITES).attn_out[-1].double().numpy())
     view = made(subject, batch, z @ np.random.default_rng(1).standard_normal(z.shape[1]))
     result = value_manifold.measure(view).parts[WRITE]

@@ -8,7 +8,7 @@ import torch
 from sklearn.decomposition import PCA
 
 from llmgeom.model.capture import Capture, Site
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.plan import Plan
 from llmgeom.probe import ProbeInput
 from llmgeom.probes.evidence.predictions import MAIN, ExactAnswers, LabelPredictions, label_entropy
@@ -25,8 +25,8 @@ from tests.words import beyond
 LENGTHS = tuple(range(4, 24))
 
 
-def subject_of(family: str) -> Subject:
-    return Subject.of(FAMILIES[family].model(), name=family)
+def subject_of(family: str) -> Model:
+    return Model.of(FAMILIES[family].model(), name=family)
 
 
 def clouds(values: np.ndarray, draws: list[np.ndarray], entropy: np.ndarray, observations=None) -> ProbeInput:

@@ -14,7 +14,7 @@ from llmgeom.commands.ablate import RunConfig, prepare
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis, Mode, matched_weights, norm_gain, readout_direction
 from llmgeom.probes.interventions.axis_ablation import CONTROL, DOSES, EQUAL, KL, dose_estimate, project_out, question
 from llmgeom.probes.interventions.halves import prompt_outcomes
@@ -47,15 +47,15 @@ HALF = folds(BATCH.cluster, 0, 2)
 FIT, HELD = (BATCH.take(np.flatnonzero(one == HALF)) for one in (0, 1))
 
 
-def values(subject: Subject, batch: Batch) -> torch.Tensor:
+def values(subject: Model, batch: Batch) -> torch.Tensor:
     return subject.capture(batch, {Site.VALUE}).layers(Site.VALUE)[LAYER].double().flatten(1)
 
 
-def axis_of(subject: Subject, direction: str = "pc1", fit: Batch = FIT) -> Axis:
+def axis_of(subject: Model, direction: str = "pc1", fit: Batch = FIT) -> Axis:
     return Axis.estimate(values(subject, fit).numpy(), subject.entropy(fit), fit.cluster, direction, 0)
 
 
-def runner_of(subject: Subject, positions="query", batch: Batch = HELD, pair=None, exact=None) -> Runner:
+def runner_of(subject: Model, positions="query", batch: Batch = HELD, pair=None, exact=None) -> Runner:
     if pair is None:
         pair = subject.capture(batch, {Site.LOG_PROBS}).log_probs.topk(2).indices
     outcomes = prompt_outcomes(subject.entropy(batch), lambda x: x.sum(1), pair, exact)
@@ -72,8 +72,8 @@ def effects(runner: Runner, *moves, location=AT) -> dict[str, np.ndarray]:
 
 
 @pytest.fixture(scope="module", params=KINDS, name="subject")
-def small_subject(request) -> Subject:
-    return Subject.of(FAMILIES[request.param].model(), name=request.param)
+def small_subject(request) -> Model:
+    return Model.of(FAMILIES[request.param].model(), name=request.param)
 
 
 def edited(runner: Runner, move) -> tuple[torch.Tensor, torch.Tensor]:
@@ -179,7 +179,7 @@ def test_sets_of_components_reach_the_variance_with_one_taken_in_part():
 PLANTED = {"gpt_neox": 10.0, "llama": 5.0, "mistral": 5.0}
 
 
-def examine(subject: Subject, batch: Batch, **options) -> Record:
+def examine(subject: Model, batch: Batch, **options) -> Record:
     return Run(question(subject, batch, **options)).record()
 
 
@@ -215,14 +215,14 @@ def outcome(record: Record) -> dict[tuple[str, str], claims.Estimate]:
     return {(probe, h.name): h for probe, m in record.results.items() for h in m.estimates}
 
 
-def planted(name: str, against: int | None = None) -> Subject:
+def planted(name: str, against: int | None = None) -> Model:
     """A model whose last attention writes c, the score on its own PC1, and little else, along one direction.
 
     The direction is the output embedding of token 5, less that of token `against` if given: a high c then favours one
     of two tokens and a low c the other.
     """
     family = FAMILIES[name]
-    subject = Subject.of(family.model(), name=name)
+    subject = Model.of(family.model(), name=name)
     fit = MANY.take(np.flatnonzero(folds(MANY.cluster, 0, 2) == 0))
     axis = axis_of(subject, fit=fit)
     heads, kv_heads = subject.facts["heads"], subject.facts["kv_heads"]
@@ -271,7 +271,7 @@ def test_an_axis_that_does_not_order_prompts_by_entropy_is_no_entropy_axis():
 
 def test_values_that_do_not_reach_the_output_do_exactly_nothing_and_nothing_passes(subject):
     family = FAMILIES[subject.name]
-    deaf = Subject.of(family.model(), name=subject.name)
+    deaf = Model.of(family.model(), name=subject.name)
     with torch.no_grad():
         for parameter in family.part(deaf.model, LAYER, family.output).parameters():
             parameter.zero_()
@@ -288,7 +288,7 @@ def test_the_readout_direction_is_what_moves_the_stream_towards_the_first_token(
     """One token attends to itself alone, so a move of its values reaches the stream through W_O and nothing else."""
     family = FAMILIES[subject.name]
     model = family.model()
-    one = Subject.of(model, name=subject.name)
+    one = Model.of(model, name=subject.name)
     with torch.no_grad():
         for name, parameter in family.layer(model, LAYER).named_parameters():
             if "down_proj" in name:
@@ -316,7 +316,7 @@ def test_the_readout_direction_is_what_moves_the_stream_towards_the_first_token(
     ("name", "path", "start"), [("gemma2", "model.norm", 1), ("opt", "model.decoder.final_layer_norm", 0)]
 )
 def test_the_gain_of_the_final_norm_is_read_however_it_is_stored(name, path, start):
-    subject = Subject.of(FAMILIES[name].model(), name=name)
+    subject = Model.of(FAMILIES[name].model(), name=name)
     weight = subject.model.get_submodule(path).weight.detach().double() + start
     torch.testing.assert_close(norm_gain(subject.unembed.norm, len(weight)), weight, rtol=1e-4, atol=1e-5)
 
@@ -327,7 +327,7 @@ def test_an_output_that_is_projected_has_no_readout_direction_and_the_rest_is_me
         hidden_size=16, word_embed_proj_dim=8, ffn_dim=16, num_hidden_layers=1, num_attention_heads=2,
         do_layer_norm_before=False, max_position_embeddings=64, vocab_size=VOCAB,
     )  # fmt: skip
-    record = examine(Subject.of(transformers.OPTForCausalLM(config).eval(), name="opt"), BATCH, controls=5)
+    record = examine(Model.of(transformers.OPTForCausalLM(config).eval(), name="opt"), BATCH, controls=5)
     assert "a Linear from 16 to 8 coordinates" in record.unmeasured[CONTROL] and "ablation_pc1" in record.results
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.wind_tunnels import load_world
 from llmgeom.wind_tunnels.worlds.keyed_hmm import KeyedHMM
 from llmgeom.wind_tunnels.worlds.recall import Recall
@@ -148,7 +148,7 @@ def test_tasks_without_contrast_say_none():
 @pytest.mark.parametrize("spelt", ["recall", "bijection:replacement=true"])
 def test_rows_of_a_capture_are_the_queries_of_its_sequences_whole_and_cut(spelt):
     task = load_world(spelt)
-    subject = Subject.of(FAMILIES["llama"].model(), None, "llama")
+    subject = Model.of(FAMILIES["llama"].model(), None, "llama")
     whole, cut = task.sample(12, 3), task.truncated(12, 3)
     seen = subject.capture(whole, set())
     expected = task.bearing(whole.inputs.data)

@@ -11,7 +11,7 @@ from sklearn.linear_model import LinearRegression
 from llmgeom.batch import Posterior
 from llmgeom.claims import judge
 from llmgeom.errors import UserError
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.probes.evidence import belief, depths
 from llmgeom.probes.evidence.belief import LabelCoordinates, Read
 from llmgeom.probes.evidence.predictions import ExactAnswers
@@ -212,7 +212,7 @@ def test_log_odds_that_do_not_vary_are_refused():
 
 
 def test_coordinates_are_those_of_one_prompt_at_a_time():
-    pythia = Subject.load("pocket:pythia", device="cpu", offline=True)
+    pythia = Model.load("pocket:pythia", device="cpu", offline=True)
     batch = in_text.sample(load_world("two-point", text=True), 3, 0, pythia.tokenizer)
     found = observe(pythia, batch, belief.NEEDS)
     weight = pythia.model.get_output_embeddings().weight.detach().double()

@@ -13,7 +13,7 @@ from llmgeom.batch import Batch, Posterior, Tokens
 from llmgeom.claims import judge
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.probe import WHOLE, ProbeInput
 from llmgeom.probes import belief_clusters
 from llmgeom.probes.belief_clusters import ALL, ALONE, BEYOND, Grouped, _spaces
@@ -233,9 +233,9 @@ def test_a_cut_sequence_says_which_state_is_likeliest_where_it_is_asked():
 # ---- real models -----------------------------------------------------------------------------------------------------
 
 
-def tunnel_subject(arch: str, task, seed: int = 0) -> Subject:
+def tunnel_subject(arch: str, task, seed: int = 0) -> Model:
     shape = {"vocabulary": task.vocabulary, "length": task.length, "features": task.features}
-    return Subject.of(build(arch, **shape, width=16, layers=1, heads=4, seed=seed), None, arch)
+    return Model.of(build(arch, **shape, width=16, layers=1, heads=4, seed=seed), None, arch)
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "gqa", "mamba2", "lstm"])
@@ -270,10 +270,10 @@ def test_an_untrained_model_does_not_pass():
 # ---- prompts ---------------------------------------------------------------------------------------------------------
 
 
-def llama(seed: int) -> Subject:
+def llama(seed: int) -> Model:
     shape = dict(hidden_size=16, intermediate_size=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=30)
     torch.manual_seed(seed)
-    return Subject.of(AutoModelForCausalLM.from_config(LlamaConfig(**shape)), None, "small")
+    return Model.of(AutoModelForCausalLM.from_config(LlamaConfig(**shape)), None, "small")
 
 
 def prompts(n: int = 60) -> Batch:

@@ -10,7 +10,7 @@ from sklearn.linear_model import LinearRegression
 from llmgeom.batch import Posterior
 from llmgeom.errors import Unavailable
 from llmgeom.model.capture import Capture, Site
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.probe import WHOLE, ProbeInput
 from llmgeom.probes import belief_readout, known
 from llmgeom.probes.shared.belief_geometry import CORNERS, FURTHER, OF_ALL, measure_belief
@@ -152,7 +152,7 @@ def test_a_scan_of_a_chain_holds_the_belief_and_its_controls(tmp_path):
     folder = train(Training(spec, width=16, layers=1, heads=2, steps=3, batch=8), tmp_path / "t").out
     task = load_world(spec)
     record = run_probes(
-        Subject.load(str(folder)),
+        Model.load(str(folder)),
         task.truncated(30, 0),
         known(["belief_readout"]),
         controls=2,

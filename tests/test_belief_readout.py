@@ -11,7 +11,7 @@ from llmgeom import claims, wind_tunnels
 from llmgeom.batch import Batch, Posterior, Tokens
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.probe import LEAST_SEQUENCES, WHOLE, ProbeInput
 from llmgeom.probes import belief_readout, known
 from llmgeom.probes.belief_readout import FALL, GRADUAL, SHARE, SKILL
@@ -303,7 +303,7 @@ def hand_lens(model, x: torch.Tensor, norm: str, head: str, cap: float | None = 
 @torch.no_grad()
 def test_the_lens_is_the_model_s_own_norm_and_embedding(name, norm, head, cap):
     model, batch = FAMILIES[name].model(), random_prompts(clusters=6)
-    found = observe(Subject.of(model, name=name), batch, belief_readout.NEEDS)
+    found = observe(Model.of(model, name=name), batch, belief_readout.NEEDS)
     assert found.shape == (3, 6)
     for row, ids in enumerate(alone(batch)):
         states = []
@@ -347,7 +347,7 @@ def test_a_model_without_attention_is_scanned_with_its_whole_sequences(tmp_path)
     task = wind_tunnels.load_world("hmm:steps=4")
     samples = {WHOLE: task.sample(25, 0, "held-out")}
     cut = task.truncated(25, 0, "held-out")
-    record = run_probes(Subject.load(str(folder)), cut, known(["belief_readout"]), controls=2, samples=samples)
+    record = run_probes(Model.load(str(folder)), cut, known(["belief_readout"]), controls=2, samples=samples)
     found = record.results["belief_readout"]
     assert len(found.arrays["missed"]) == 3
     assert found.notes == ("25 sequences, 100 queries, seed 0",)

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from llmgeom.cache import manage as cache, shards as store
 from llmgeom.cli import main
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from tests.families import FAMILIES
 from tests.test_store import capture, contents, cut, shards
 
@@ -18,8 +18,8 @@ from tests.test_store import capture, contents, cut, shards
 def made(tmp_path_factory) -> Path:
     """A cache with a model and two of its untrained controls, and another model."""
     root = tmp_path_factory.mktemp("made")
-    model = Subject.of(FAMILIES["llama"].model(), name="owner/name", revision="a" * 40)
-    for of in (model, model.untrained(1), model.untrained(2), Subject.of(FAMILIES["gpt2"].model(), name="other")):
+    model = Model.of(FAMILIES["llama"].model(), name="owner/name", revision="a" * 40)
+    for of in (model, model.untrained(1), model.untrained(2), Model.of(FAMILIES["gpt2"].model(), name="other")):
         capture(of, root / "captures")
     return root
 

@@ -14,13 +14,13 @@ from llmgeom.model import attention as attention_module, hub, running
 from llmgeom.model.attention import FUSED, PLAIN, Recorder, attached, recording
 from llmgeom.model.capture import OUTPUTS, ROWS, Site
 from llmgeom.model.edits import Edit
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from tests.families import FAMILIES, VOCAB, apart, prompts, ragged
 from tests.refusals import refused
 
 
-def subject(name: str = "llama", seed: int = 0) -> Subject:
-    return Subject.of(FAMILIES[name].model(seed), name=name)
+def subject(name: str = "llama", seed: int = 0) -> Model:
+    return Model.of(FAMILIES[name].model(seed), name=name)
 
 
 def same(a, b) -> bool:
@@ -69,7 +69,7 @@ def test_the_model_leaves_as_it_came(name, before):
     assert set(during) == {PLAIN if before == "eager" else FUSED}
     assert mine.model.config._attn_implementation == before
     assert hooks(mine.model) == 0
-    assert Subject.of(mine.model).weight_hash == weights
+    assert Model.of(mine.model).weight_hash == weights
 
 
 def test_the_model_leaves_as_it_came_when_the_pass_fails():
@@ -95,7 +95,7 @@ def test_two_models_of_one_config_object_do_not_disturb_each_other():
     assert one.config is two.config
     one.load_state_dict(family.model(0).state_dict())
     two.load_state_dict(family.model(1).state_dict())
-    first, second = Subject.of(one), Subject.of(two)
+    first, second = Model.of(one), Model.of(two)
     inner = []
 
     def other(x, where):
@@ -194,7 +194,7 @@ def test_what_a_pass_stores_owns_its_storage(name):
 
 
 def test_rows_of_a_bfloat16_model_are_float32_and_sum_to_one():
-    capture = Subject.of(FAMILIES["llama"].model().to(torch.bfloat16)).capture(ragged(), {*ROWS, Site.VALUE})
+    capture = Model.of(FAMILIES["llama"].model().to(torch.bfloat16)).capture(ragged(), {*ROWS, Site.VALUE})
     assert capture.layers(Site.VALUE)[0].dtype == torch.bfloat16
     assert capture.attention.dtype == torch.float32
     assert (capture.attention.sum(-1) - 1).abs().max() < 1e-6
@@ -261,7 +261,7 @@ def test_attention_that_bypasses_the_interface_is_refused_with_a_way_that_exists
     model = transformers.AutoModelForCausalLM.from_config(config)
     way = "residual stream" if name in ("falcon", "mamba") else "--backend tl reads it"
     with refused(Unavailable, "tiny", name, way):
-        Subject.of(model, name="tiny").capture(
+        Model.of(model, name="tiny").capture(
             Batch(Tokens(torch.ones(1, 3, dtype=torch.int64), torch.tensor([3])), ("a",), {}), "value"
         )
 
@@ -301,12 +301,12 @@ def test_attention_that_looks_ahead_is_refused_before_anything_is_captured(name,
     config = transformers.AutoConfig.for_model(name, **{**SMALL, **setting})
     model = transformers.AutoModelForCausalLM.from_config(config)
     with refused(UnsupportedModel, "tiny", "look ahead"):
-        Subject.of(model, name="tiny", backend=backend)
+        Model.of(model, name="tiny", backend=backend)
 
 
 def test_a_window_that_differs_between_layers_is_read_where_heads_are_alike():
     config = transformers.AutoConfig.for_model("gemma4_text", **{**SMALL, **ALTERNATING, "global_head_dim": 8})
-    subject = Subject.of(transformers.AutoModelForCausalLM.from_config(config), name="tiny")
+    subject = Model.of(transformers.AutoModelForCausalLM.from_config(config), name="tiny")
     assert subject.facts["head_dim"] == 8 and subject.facts["window"] == 8
     assert subject.check()["rows"] < 1e-5
 
@@ -355,14 +355,14 @@ def test_a_position_that_no_prompt_has_is_refused():
 def test_scores_that_are_capped_are_not_read_where_the_model_leaves_the_cap_out():
     """As Gemma 2 is loaded by transformers 5.17 to 5.20: its sdpa attention ignores the cap."""
     model = FAMILIES["gemma2"].model()
-    Subject.of(model, name="tiny")
+    Model.of(model, name="tiny")
     model.config._attn_implementation = "sdpa"
     with refused(UnsupportedModel, "tiny", "capped"):
-        Subject.of(model, name="tiny")
+        Model.of(model, name="tiny")
 
 
 def test_cudnn_computes_float32_in_float32_during_a_pass_and_as_before_afterwards(monkeypatch):
-    subject, seen = Subject.of(FAMILIES["llama"].model(), name="llama"), []
+    subject, seen = Model.of(FAMILIES["llama"].model(), name="llama"), []
     kinds = (torch.backends.cudnn.rnn, torch.backends.cudnn.conv)
     logits = type(subject.forward).logits
 
@@ -384,7 +384,7 @@ def test_cudnn_computes_float32_in_float32_during_a_pass_and_as_before_afterward
 def test_what_the_caller_chose_for_float32_changes_no_capture_and_stays(backend):
     """The key of a capture says float32, and holds neither."""
     name, products = "gpt2", (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
-    subject = Subject.of(FAMILIES[name].model(), name=name, backend=backend)
+    subject = Model.of(FAMILIES[name].model(), name=name, backend=backend)
     plain = subject.capture(ragged(), {Site.VALUE, Site.LOG_PROBS})
     with torch.autocast("cpu", torch.bfloat16):
         assert same(subject.capture(ragged(), {Site.VALUE, Site.LOG_PROBS}), plain)
@@ -403,6 +403,6 @@ def test_what_the_caller_chose_for_float32_changes_no_capture_and_stays(backend)
 
 def test_a_tokenizer_of_another_model_is_refused():
     tokenizer = transformers.AutoTokenizer.from_pretrained(hub.locate("pocket:pythia").path)
-    subject = Subject.of(FAMILIES["llama"].model(), tokenizer, "tiny")
+    subject = Model.of(FAMILIES["llama"].model(), tokenizer, "tiny")
     with refused(UserError, "prompt 2", "tiny", "tokens below 120", "belongs to another model"):
         subject.capture(["!", "The capital of France is"], {Site.ENTROPY})

@@ -12,7 +12,7 @@ from llmgeom.batch import Batch, Tokens
 from llmgeom.commands.ablate import RunConfig, prepare
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Site
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.probes.interventions import component_ablation
 from llmgeom.probes.interventions.component_ablation import DONORS, METHODS, ComponentProbe, donors, question
 from llmgeom.probes.interventions.component_results import (
@@ -60,12 +60,12 @@ HALF = folds(BATCH.cluster, 0, 2)
 FIT, HELD = (BATCH.take(np.flatnonzero(one == HALF)) for one in (0, 1))
 
 
-def examine(subject: Subject, batch: Batch, kind: str, **options) -> Record:
+def examine(subject: Model, batch: Batch, kind: str, **options) -> Record:
     return Run(question(subject, batch, kind, **{"positions": "query", **options})).record()  # direct effects
 
 
 def ablated(
-    subject: Subject, kind: str, positions: str = "query", batch: Batch = BATCH, task=None, batch_tokens: int = 4096
+    subject: Model, kind: str, positions: str = "query", batch: Batch = BATCH, task=None, batch_tokens: int = 4096
 ) -> dict[str, dict[str, np.ndarray]]:
     """Method -> outcome -> [component prompt], from captures made here."""
     parts = dict(zip((ESTIMATION, EVALUATION), halves(batch, 0), strict=True))
@@ -85,8 +85,8 @@ def family(request) -> Family:
 
 
 @pytest.fixture(scope="module")
-def subject(family) -> Subject:
-    return Subject.of(family.model(), name=family.name)
+def subject(family) -> Model:
+    return Model.of(family.model(), name=family.name)
 
 
 # ---- an oracle that shares nothing with edits: plain hooks, a prompt at a time ---------------------------------------
@@ -236,7 +236,7 @@ def test_a_single_head_has_an_effect_and_no_share_of_others():
         hidden_size=16, vocab_size=VOCAB, num_hidden_layers=1, num_attention_heads=1, intermediate_size=16
     )
     model = transformers.LlamaForCausalLM(config).eval()
-    record = examine(Subject.of(model, name="one"), BATCH, "heads", nulls=2)
+    record = examine(Model.of(model, name="one"), BATCH, "heads", nulls=2)
     measured = record.results["heads_zero"]
     assert [h.name for h in measured.estimates] == ["largest head"]
     assert measured.estimates[0].value == pytest.approx(measured.arrays["kl"].item())
@@ -249,7 +249,7 @@ def test_where_attn_outs_nothing_the_mlps_have_all_of_the_effects(llama):
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
-    measured = examine(Subject.of(model, name="mlps"), BATCH, "blocks", nulls=5)
+    measured = examine(Model.of(model, name="mlps"), BATCH, "blocks", nulls=5)
     assert measured.results["blocks_zero"].arrays["mlp"].min() > 0
     by_name = {h.name: h for h in measured.results["blocks_mean"].estimates}
     share = by_name["MLPs' share of the effects"]
@@ -347,7 +347,7 @@ def test_of_one_head_that_is_heard_every_way_finds_it_and_exactly_nothing_else(n
         for one in (0, 1):
             weight = family.part(model, one, family.output).weight.unflatten(1, (HEADS, -1))
             weight[:, [h for h in range(HEADS) if (one, h) != (layer, head)]] = 0
-    record = examine(Subject.of(model, name=name), random_prompts(clusters=14), "heads", nulls=3)
+    record = examine(Model.of(model, name=name), random_prompts(clusters=14), "heads", nulls=3)
     assert not record.unmeasured
     for way in METHODS["heads"]:
         measured, found = record.results[f"heads_{way}"], outcome(record, f"heads_{way}")
@@ -367,7 +367,7 @@ def test_where_nothing_reaches_the_output_there_is_no_share(family):
         for layer in (0, 1):
             for parameter in family.part(model, layer, family.output).parameters():
                 parameter.zero_()
-    record = examine(Subject.of(model, name=family.name), BATCH, "heads", nulls=1)
+    record = examine(Model.of(model, name=family.name), BATCH, "heads", nulls=1)
     assert not record.results and set(record.unmeasured) == {f"heads_{way}" for way in METHODS["heads"]}
     assert all("is a share of 0" in why for why in record.unmeasured.values())
 
@@ -378,7 +378,7 @@ def test_a_middle_block_that_writes_nothing_is_the_weakest():
     with torch.no_grad():
         for path in ("self_attn.o_proj", "mlp.down_proj"):
             family.layer(model, 2).get_submodule(path).weight.zero_()
-    record = examine(Subject.of(model, name="llama"), random_prompts(clusters=14), "blocks", nulls=3)
+    record = examine(Model.of(model, name="llama"), random_prompts(clusters=14), "blocks", nulls=3)
     for way in METHODS["blocks"]:
         measured, found = record.results[f"blocks_{way}"], outcome(record, f"blocks_{way}")
         assert set(found) == {BRANCH, WEAKEST, OVER_MEDIAN, OVER_LAST} | (

@@ -12,7 +12,7 @@ from scipy import stats as scipy_stats
 from llmgeom import claims, wind_tunnels
 from llmgeom.cli import main
 from llmgeom.errors import Unavailable
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.probes.interventions.component_ablation import DONORS, METHODS, ablate as ablate_all, donors
 from llmgeom.probes.interventions.component_results import (
     FIRST,
@@ -54,7 +54,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def subject(folder):
-    return lambda task, arch, *more: Subject.load(str(folder(task, arch, *more)), offline=True)
+    return lambda task, arch, *more: Model.load(str(folder(task, arch, *more)), offline=True)
 
 
 def batch_of(task, n: int = 20):
@@ -238,7 +238,7 @@ def test_a_look_up_of_the_last_symbol_is_no_update(tmp_path):
     given = Training(
         "edge_hmm", width=32, layers=2, heads=2, steps=200, batch=64, lr="1e-2", snapshots=2, evidence="memoryless"
     )
-    found = Subject.load(str(train(given, tmp_path / "run").out), offline=True)
+    found = Model.load(str(train(given, tmp_path / "run").out), offline=True)
     task = wind_tunnels.load_world("edge_hmm")
     record = examine(found, task.sample(200, 0), "blocks", task=task, positions="query", nulls=2)
     h = next(h for h in record.results["blocks_mean"].estimates if h.name == MLP_SHARE)

@@ -15,9 +15,9 @@ from llmgeom.model import batching, running
 from llmgeom.model.batching import BatchRules
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit
+from llmgeom.model.model import Model
 from llmgeom.model.passes import Observer
 from llmgeom.model.running import ahead, queued
-from llmgeom.model.subject import Subject
 from tests.families import FAMILIES, apart, ragged
 from tests.test_capture import same
 
@@ -40,12 +40,12 @@ def small_batches(monkeypatch):
     monkeypatch.setattr(batching, "PASS", 1)
 
 
-def subject(name: str = "llama", **config) -> Subject:
+def subject(name: str = "llama", **config) -> Model:
     family = FAMILIES[name]
-    return Subject.of(replace(family, settings=family.settings | config).model(), name=name)
+    return Model.of(replace(family, settings=family.settings | config).model(), name=name)
 
 
-def threads_of(mine: Subject, batch: Batch, monkeypatch, **options) -> list[str]:
+def threads_of(mine: Model, batch: Batch, monkeypatch, **options) -> list[str]:
     """The name of the thread of each pass of a capture."""
     names: list[str] = []
     one_pass = running.one_pass
@@ -119,11 +119,11 @@ def test_the_bytes_are_those_of_one_batch_after_another(name, monkeypatch):
             assert same(mine.capture(batch, Site, [changed], batch_tokens=400), alone)
 
 
-def hooked(mine: Subject) -> None:
+def hooked(mine: Model) -> None:
     mine.model.register_forward_hook(lambda *_: None)
 
 
-def quantised(mine: Subject) -> None:
+def quantised(mine: Model) -> None:
     mine.model.config.quantization_config = {"quant_method": "bitsandbytes"}
 
 

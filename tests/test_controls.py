@@ -16,7 +16,7 @@ from llmgeom.batch import Batch
 from llmgeom.errors import UserError
 from llmgeom.model import controls, loading
 from llmgeom.model.capture import Site
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.probes import attention_focus
 from llmgeom.record import arrays_of
 from llmgeom.run import run_probes
@@ -91,7 +91,7 @@ def test_the_seed_alone_decides(name):
 
 
 def test_controls_of_a_run_share_a_second_copy_of_what_the_caller_holds():
-    subject = Subject.of(FAMILIES["llama"].model(), name="tiny")
+    subject = Model.of(FAMILIES["llama"].model(), name="tiny")
     weights = copy.deepcopy(subject.model.state_dict())
     places = []
     with subject.controls() as draw:
@@ -126,7 +126,7 @@ def test_a_loaded_model_is_its_own_controls_and_then_itself(make, tmp_path):
     made, dtype = make(), torch.float32
     made.save_pretrained(tmp_path)
     model = type(made).from_pretrained(tmp_path, dtype=dtype).eval()
-    subject = replace(Subject.of(model, name="tiny"), in_place=True)
+    subject = replace(Model.of(model, name="tiny"), in_place=True)
     before, weights = state(model), subject.weight_hash
     expected = {seed: subject.untrained(seed) for seed in (4, 5, 6)}
     with subject.controls() as draw:
@@ -142,7 +142,7 @@ def test_a_loaded_model_is_its_own_controls_and_then_itself(make, tmp_path):
 
 
 def test_a_hash_is_not_computed_again_of_numbers_that_came_back(monkeypatch):
-    subject = replace(Subject.of(FAMILIES["llama"].model(), name="tiny"), in_place=True)
+    subject = replace(Model.of(FAMILIES["llama"].model(), name="tiny"), in_place=True)
     known = subject.weight_hash
     monkeypatch.setattr(loading, "tensors_hash", lambda _: pytest.fail("hashed"))
     with subject.controls() as draw:
@@ -153,7 +153,7 @@ def test_a_hash_is_not_computed_again_of_numbers_that_came_back(monkeypatch):
 @pytest.mark.parametrize("why", ["an adapter", "no room", "the constructor", "of the caller"])
 def test_where_the_memory_is_not_to_be_used_a_control_is_a_second_copy(why, monkeypatch):
     model = FAMILIES["llama"].model()
-    subject = replace(Subject.of(model, name="tiny"), in_place=why != "of the caller")
+    subject = replace(Model.of(model, name="tiny"), in_place=why != "of the caller")
     if why == "an adapter":
         model.model.layers[0].adapter = torch.nn.Linear(2, 2)
     if why == "no room":
@@ -162,7 +162,7 @@ def test_where_the_memory_is_not_to_be_used_a_control_is_a_second_copy(why, monk
         config = FAMILIES["llama"].config()
         monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", lambda config, **_: Forgetful(config))
         model = Forgetful(config).eval()
-        subject = replace(Subject.of(model, name="tiny"), in_place=True)
+        subject = replace(Model.of(model, name="tiny"), in_place=True)
     before = state(model)
     with subject.controls() as draw:
         for seed in (1, 2):
@@ -172,7 +172,7 @@ def test_where_the_memory_is_not_to_be_used_a_control_is_a_second_copy(why, monk
 
 
 def test_a_scan_by_name_holds_one_copy_and_finds_what_two_copies_find(monkeypatch):
-    subject = Subject.load("pocket:llama")
+    subject = Model.load("pocket:llama")
     batch = Batch.of(
         [f"{a} {b} {c}." for a in ("The", "A") for b in ("cat", "dog", "sum") for c in ("is", "has", "of")]
     )
@@ -191,7 +191,7 @@ def test_a_full_disk_is_said_on_the_terminal_and_in_the_record_and_holds_no_part
     room, monkeypatch, tmp_path
 ):
     """A second copy is memory that nobody planned. A repeated run draws nothing, and has nothing to say."""
-    subject = Subject.load("pocket:llama")
+    subject = Model.load("pocket:llama")
     batch = Batch.of([f"{a} {b} is" for a in ("The", "A", "One") for b in ("cat", "dog", "sum", "end")])
     files, said, probe = [], [], probes.known(("attention_focus",))
     monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path))  # results of the other case are not read
@@ -204,7 +204,7 @@ def test_a_full_disk_is_said_on_the_terminal_and_in_the_record_and_holds_no_part
     if not room:
         monkeypatch.setattr(controls.tempfile, "TemporaryFile", without_room)
     record = run_probes(subject, batch, probe, controls=5, store=str(tmp_path))
-    monkeypatch.setattr(Subject, "_other", lambda *_: pytest.fail("drawn again"))
+    monkeypatch.setattr(Model, "_other", lambda *_: pytest.fail("drawn again"))
     again = run_probes(subject, batch, probe, controls=5, store=str(tmp_path))
     text = f"the weights could not be written to {tmp_path} (No space left on device): untrained controls are a second"
     for texts, expected in ((record.warnings, not room), (said, not room), (again.warnings, False)):
@@ -328,7 +328,7 @@ def test_a_run_compares_attention_with_permuted_weights_of_the_trained_scale():
     model = FAMILIES["llama"].model()
     for layer in model.model.layers:
         layer.self_attn.q_proj.weight.data *= 30
-    subject, batch = Subject.of(model, name="sharp"), ragged(1, tuple(range(5, 15)) * 3)
+    subject, batch = Model.of(model, name="sharp"), ragged(1, tuple(range(5, 15)) * 3)
     (h, *_) = run_probes(subject, batch, {"focus": attention_focus}, controls=5).results["focus"].estimates
     assert {control.name for control in h.controls} >= {"permuted weights", "untrained", "shuffled prompts"}
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import llmgeom
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from tests.smollm2 import smollm2
 
 ROOT = Path(__file__).parent.parent
@@ -24,7 +24,7 @@ def load(monkeypatch):
     def loaded(name, *args, **options):
         if name != "smollm2":
             return real(name, *args, **options)
-        return Subject.of(*smollm2(getattr(torch, options.get("dtype", "bfloat16"))), name="SmolLM2-135M-Instruct")
+        return Model.of(*smollm2(getattr(torch, options.get("dtype", "bfloat16"))), name="SmolLM2-135M-Instruct")
 
     monkeypatch.setattr(llmgeom, "load", loaded, raising=False)
 

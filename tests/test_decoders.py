@@ -9,8 +9,8 @@ import transformers
 
 from llmgeom.errors import Unavailable, UnsupportedModel
 from llmgeom.model.capture import Site
+from llmgeom.model.model import Model
 from llmgeom.model.no_context import NoContext
-from llmgeom.model.subject import Subject
 from tests.families import apart, prompts, ragged
 from tests.refusals import refused
 
@@ -88,7 +88,7 @@ def model_of(name: str, **more) -> transformers.PreTrainedModel:
 @pytest.fixture(scope="module", params=DECODERS)
 def case(request):
     model = model_of(request.param)
-    return request.param, model, Subject.of(model, name=request.param)
+    return request.param, model, Model.of(model, name=request.param)
 
 
 @torch.no_grad()
@@ -137,7 +137,7 @@ def test_the_lens_at_the_last_layer_is_the_model(case):
 )
 def test_the_lens_at_every_layer_is_norm_head_and_what_the_family_declares(name, by_hand):
     model = model_of(name)
-    subject = Subject.of(model, name=name)
+    subject = Model.of(model, name=name)
     for residual in subject.capture(ragged(), {Site.RESIDUAL}).layers(Site.RESIDUAL):
         with torch.no_grad():
             expected = by_hand(model, residual).log_softmax(-1)
@@ -150,7 +150,7 @@ def test_a_soft_cap_stays_in_the_lens_where_logits_are_small_or_rounded():
         model = model_of("gemma2", final_logit_softcapping=30.0).to(dtype)
         with torch.no_grad():
             model.model.embed_tokens.weight[7] *= 30  # one token with a large row, as real models have
-        subject = Subject.of(model, name="capped")
+        subject = Model.of(model, name="capped")
         batch = ragged()
         batch.inputs.ids[:, -1] = batch.inputs.ids[0, 22] = batch.inputs.ids[3, 1] = 7
         seen = subject.capture(batch, {Site.RESIDUAL, Site.LOG_PROBS})
@@ -203,7 +203,7 @@ def test_writes_add_up_where_they_are_known(case):
 
 def test_an_edit_of_a_write_that_the_family_scales_is_of_what_is_added():
     model = model_of("granite")
-    subject = Subject.of(model, name="granite")
+    subject = Model.of(model, name="granite")
     seen = subject.edit("mlp_out", 0, layers=1).capture(ragged(), {Site.RESIDUAL, Site.ATTN_OUT})
     x, y = seen.layers(Site.RESIDUAL)[1:3]
     assert apart(x + seen.layers(Site.ATTN_OUT)[1], y) < 1e-5
@@ -231,14 +231,14 @@ def test_an_edited_residual_stream_is_what_a_hook_makes_of_it(case):
 
 def test_hooks_and_marks_of_transformers_are_gone_after_the_check():
     model = model_of("llama")
-    Subject.of(model).check()
+    Model.of(model).check()
     assert not any(module._forward_hooks for module in model.modules())
     assert len(alone(model, output_hidden_states=True)[0].hidden_states) == 5, "transformers still gives them"
 
 
 @pytest.mark.parametrize("name", ["doge", "diffllama"])
 def test_attention_that_is_not_read_leaves_the_rest(name):
-    subject = Subject.of(model_of(name), name=name)
+    subject = Model.of(model_of(name), name=name)
     report = subject.check()
     assert "residual stream" in report["attention"] and report["logits"] == 0
     assert subject.capture(ragged(), {Site.RESIDUAL}).layers(Site.RESIDUAL)[4].isfinite().all()
@@ -250,6 +250,6 @@ def test_an_encoder_and_stacks_that_run_in_loops_are_refused_as_what_they_are():
     bart = transformers.BartConfig(vocab_size=120, d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=8,
                                    decoder_ffn_dim=8, encoder_attention_heads=2, decoder_attention_heads=2)  # fmt: skip
     with refused(UnsupportedModel, "bart", "encoder"):
-        Subject.of(transformers.BartForConditionalGeneration(bart), name="it")
+        Model.of(transformers.BartForConditionalGeneration(bart), name="it")
     with refused(UnsupportedModel, "hrm_text", 2, "stacks"):
-        Subject.of(model_of("hrm_text"), name="it")
+        Model.of(model_of("hrm_text"), name="it")

@@ -19,8 +19,8 @@ from llmgeom.commands.distributed import Share
 from llmgeom.errors import UserError
 from llmgeom.model import running
 from llmgeom.model.capture import Site
+from llmgeom.model.model import Model
 from llmgeom.model.passes import Observer
-from llmgeom.model.subject import Subject
 from llmgeom.plan import MODEL, Plan
 from llmgeom.probe import NO_CONTEXT, SHUFFLED, UNTRAINED
 from llmgeom.progress import shown
@@ -117,18 +117,18 @@ def test_every_shard_falls_to_exactly_one_process(count):
 
 @pytest.mark.parametrize("count", [2, 5])
 def test_shares_together_make_all_that_a_scan_reads(tmp_path, monkeypatch, count):
-    subject = Subject.of(FAMILIES["llama"].model(), name="llama")
+    subject = Model.of(FAMILIES["llama"].model(), name="llama")
     probes = {"one": probe(None, samples=("other",))}
     asked = Plan.of(subject, ragged(), probes, 3, 0, 24, {"other": ragged(2)})
     built, made = [], []
-    untrained, shard = Subject.controls, running._shard
+    untrained, shard = Model.controls, running._shard
 
     @contextmanager
     def counted(self, folder):
         with untrained(self, folder) as draw:
             yield lambda seed: built.append(seed) or draw(seed)
 
-    monkeypatch.setattr(Subject, "controls", counted)
+    monkeypatch.setattr(Model, "controls", counted)
     monkeypatch.setattr(
         running, "_shard", lambda work, i, batch: made.append((work.store.of, i)) or shard(work, i, batch)
     )
@@ -154,7 +154,7 @@ def test_shares_together_make_all_that_a_scan_reads(tmp_path, monkeypatch, count
 
 
 def test_the_first_waits_for_shards_and_says_what_is_missing_when_none_comes(tmp_path, monkeypatch):
-    subject = Subject.of(FAMILIES["llama"].model(), name="llama")
+    subject = Model.of(FAMILIES["llama"].model(), name="llama")
     asked = Plan.of(subject, ragged(), {"one": probe(None, controls={UNTRAINED, NO_CONTEXT})}, 1, 0, 24)
     first = Share(0, 2)
     first.fill(asked, str(tmp_path))
@@ -229,7 +229,7 @@ def test_a_computation_in_float64_on_apples_gpu_is_refused_by_name():
     def wrong(step):
         raise TypeError("unsupported operand")
 
-    subject = Subject.of(FAMILIES["llama"].model(), name="tiny")
+    subject = Model.of(FAMILIES["llama"].model(), name="tiny")
     with refused(UserError, "observer 'fine'", "float64", "--device cpu"):
         subject.capture(ragged(), {Site.VALUE}, observers=[Observer("fine", on_mps)])
     with pytest.raises(TypeError, match="unsupported operand"):

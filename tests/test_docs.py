@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from llmgeom.cli import main
 from llmgeom.model import hub
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.probes import names
 from studies import mechanism
 from tests.pages import synthetic
@@ -125,7 +125,7 @@ def test_every_scan_can_be_planned_without_a_weight_or_a_network(words, stubs, f
         return hub.Located(model, str(stubs / stub), None, "local")
 
     monkeypatch.setattr(hub, "locate", located)
-    monkeypatch.setattr(Subject, "load", lambda *_, **__: pytest.fail("a plan read weights"))
+    monkeypatch.setattr(Model, "load", lambda *_, **__: pytest.fail("a plan read weights"))
     words = ["mine.jsonl" if word == "FILE" else word for word in words if word != "--dry-run"]
     for flag in ("--prompts", "--prompts-from"):
         if flag in words:

@@ -23,7 +23,7 @@ from llmgeom.dynamics.study import Inputs
 from llmgeom.dynamics.trajectories import Trajectory, over_training, sections
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Site
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.probes.posterior.answers import grade
 from llmgeom.progress import shown
 from llmgeom.record import Record
@@ -45,9 +45,9 @@ STEPS = (0, 1, 2, 5, 12)
 
 
 @cache
-def snapshot(place: str) -> Subject:
+def snapshot(place: str) -> Model:
     """Loaded once for all tests, which only read it."""
-    return Subject.load(place)
+    return Model.load(place)
 
 
 def u_centred_cka(x, y):
@@ -94,7 +94,7 @@ def curves(states: list[State]) -> SimpleNamespace:
 
 
 def test_identical_snapshots_have_not_drifted(runs):
-    subject, task = Subject.load(runs["run0"]), load_world(TASK)
+    subject, task = Model.load(runs["run0"]), load_world(TASK)
     one = state(subject, task.sample(20, 0, "held-out"), task)
     found = curves([one, one, one])
     assert np.abs(found.frame).max() < 1e-12 and np.abs(found.value).max() < 1e-12 and not found.tv.any()
@@ -131,7 +131,7 @@ def test_drifts_are_what_their_definitions_say_of_the_captures(runs):
 
 def test_precision_is_of_the_queries_that_were_trained(tmp_path):
     made = train(replace(TINY, task="hmm:steps=6,horizon=2", steps=2), tmp_path / "hmm").out
-    subject, task = Subject.load(str(made)), load_world("hmm:steps=6,horizon=2")
+    subject, task = Model.load(str(made)), load_world("hmm:steps=6,horizon=2")
     assert task.trained_queries == 2
     batch = task.sample(20, 0, "held-out")
     found = state(subject, batch, task)

@@ -14,26 +14,26 @@ from llmgeom.dynamics.runs import Run, revision_step
 from llmgeom.dynamics.study import Inputs
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Site
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from tests.refusals import refused
 
 
 def test_revisions_of_a_language_model_are_followed_to_the_last(tmp_path, monkeypatch):
     """Stand-ins for revisions: untrained, half-way between, trained. Precision is then KL(last || model)."""
-    load = Subject.load.__func__
-    first, last = load(Subject, "pocket:pythia@step0"), load(Subject, "pocket:pythia")
+    load = Model.load.__func__
+    first, last = load(Model, "pocket:pythia@step0"), load(Model, "pocket:pythia")
     middle = copy.deepcopy(last.model)
     with torch.no_grad():
         for own, start in zip(middle.parameters(), first.model.parameters(), strict=True):
             own.lerp_(start, 0.3)
-    held = {"step0": first, "step8": Subject.of(middle, last.tokenizer, "m"), "step64": last}
+    held = {"step0": first, "step8": Model.of(middle, last.tokenizer, "m"), "step64": last}
     called = []
 
     def stub(cls, model, revision=None, **options):
         called.append((model, revision, options["offline"]))
         return held[revision]
 
-    monkeypatch.setattr(Subject, "load", classmethod(stub))
+    monkeypatch.setattr(Model, "load", classmethod(stub))
     asked = RunConfig(model="a/b", revisions=tuple(held), probes=(), n=10, offline=True, out=str(tmp_path / "o"))
     _, record = perform(asked)
     assert called[:3] == [("a/b", revision, True) for revision in ("step64", "step0", "step8")]  # the last comes first
@@ -52,7 +52,7 @@ def test_revisions_of_a_language_model_are_followed_to_the_last(tmp_path, monkey
 def checkpoints(tmp_path_factory) -> Path:
     """A trainer's output folder: untrained, half-way between, trained."""
     root = tmp_path_factory.mktemp("trainer")
-    first, last = Subject.load("pocket:pythia@step0"), Subject.load("pocket:pythia")
+    first, last = Model.load("pocket:pythia@step0"), Model.load("pocket:pythia")
     for step, share in ((0, 0.0), (100, 0.5), (1000, 1.0)):
         middle = copy.deepcopy(first.model)
         with torch.no_grad():
@@ -75,7 +75,7 @@ def test_checkpoints_of_a_trainer_are_followed(checkpoints, tmp_path):
 
 
 def test_the_loss_of_a_snapshot_is_that_of_transformers(checkpoints):
-    subject = Subject.load(str(checkpoints / "checkpoint-1000"))
+    subject = Model.load(str(checkpoints / "checkpoint-1000"))
     batch = Inputs(n=10).batch()
     total = count = 0
     for text in batch.text:
@@ -115,7 +115,7 @@ def test_the_step_of_a_revision_is_read_from_its_name(revision, expected):
 
 def test_seeds_of_a_suite_are_replicates(checkpoints, tmp_path, monkeypatch):
     """Two hub models with the same revisions: two runs, with intervals over them."""
-    load = Subject.load.__func__
+    load = Model.load.__func__
     places = {"step0": "0", "step100": "100", "step1000": "1000"}
 
     def stub(cls, model, revision=None, **options):
@@ -124,7 +124,7 @@ def test_seeds_of_a_suite_are_replicates(checkpoints, tmp_path, monkeypatch):
             next(subject.model.parameters()).add_(int(model[-1]) * 1e-3 * (revision != "step0"))
         return subject
 
-    monkeypatch.setattr(Subject, "load", classmethod(stub))
+    monkeypatch.setattr(Model, "load", classmethod(stub))
     asked = RunConfig(runs=("a/seed1", "a/seed2"), revisions=tuple(places), probes=(), n=10, out=str(tmp_path / "o"))
     _, record = perform(asked)
     assert record.results["drift"].ticks["run"] == ("a/seed1", "a/seed2")
@@ -133,7 +133,7 @@ def test_seeds_of_a_suite_are_replicates(checkpoints, tmp_path, monkeypatch):
 def test_a_head_whose_values_are_alike_costs_its_curve_and_not_the_run(checkpoints, tmp_path):
     """Weights of 0 at the start, or a pruned head: the whole command was refused, without a word of which head."""
     dead = shutil.copytree(checkpoints, tmp_path / "dead")
-    subject = Subject.load(f"{dead}/checkpoint-0")
+    subject = Model.load(f"{dead}/checkpoint-0")
     with torch.no_grad():
         fused = subject.model.gpt_neox.layers[1].attention.query_key_value
         fused.weight.view(4, 3, 32, -1)[2, 2] = 0
@@ -160,7 +160,7 @@ def test_models_of_two_architectures_are_neither_steps_nor_replicates(checkpoint
     """Models of a suite in two sizes were pooled as two seeds; another model's checkpoint in a folder ended in zip."""
     other = shutil.copytree(checkpoints, tmp_path / "other")
     for step in (0, 100, 1000):
-        smaller = Subject.load(f"{other}/checkpoint-{step}").model
+        smaller = Model.load(f"{other}/checkpoint-{step}").model
         smaller.gpt_neox.layers = smaller.gpt_neox.layers[:3]
         smaller.config.num_hidden_layers = 3
         smaller.save_pretrained(other / f"checkpoint-{step}")

@@ -13,7 +13,7 @@ from llmgeom.dynamics import study
 from llmgeom.dynamics.runs import Run
 from llmgeom.dynamics.study import Inputs, follow
 from llmgeom.errors import Unavailable
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.wind_tunnels.training import train
 from tests.test_dynamics import STEPS, TASK, TINY
 from tests.test_dynamics_checkpoints import checkpoints  # noqa: F401  (a fixture)
@@ -35,7 +35,7 @@ class Alive:
         self.references: dict[str, list[weakref.ref]] = {
             name: [] for name in ("states", "arrays", "captures", "models")
         }
-        load, capture, state = Subject.load.__func__, Subject.capture, study.state
+        load, capture, state = Model.load.__func__, Model.capture, study.state
 
         def loaded(cls, place, *more, **options):
             gc.collect()  # a circle of references may wait for it
@@ -56,8 +56,8 @@ class Alive:
             self.references["arrays"] += [weakref.ref(array) for array in (*now.attention, *now.value)]
             return now
 
-        monkeypatch.setattr(Subject, "load", classmethod(loaded))
-        monkeypatch.setattr(Subject, "capture", captured)
+        monkeypatch.setattr(Model, "load", classmethod(loaded))
+        monkeypatch.setattr(Model, "capture", captured)
         monkeypatch.setattr(study, "state", stated)
 
 

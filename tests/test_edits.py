@@ -13,7 +13,7 @@ from llmgeom.batch import Batch
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import POINTS, Edit, TokenIds, Where
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from tests.families import FAMILIES, LENGTHS, first, hooked, prompts, ragged
 from tests.refusals import refused
 
@@ -27,8 +27,8 @@ def family(request):
 
 
 @pytest.fixture(scope="module")
-def subject(family) -> Subject:
-    return Subject.of(family.model(), name=family.name)
+def subject(family) -> Model:
+    return Model.of(family.model(), name=family.name)
 
 
 # ---- what the edits do: the last axis is a head's or the stream's, the second is the position ------------------------
@@ -163,7 +163,7 @@ def edges(x: Tensor, rows=slice(None), heads=slice(None), keys=slice(None), to=0
     return x
 
 
-MATRICES = {  # what Subject.edit is given -> the same change to the matrix of the family's own eager attention
+MATRICES = {  # what Model.edit is given -> the same change to the matrix of the family's own eager attention
     "cut an edge": (
         {"point": "scores", "fn": -torch.inf, "positions": "last", "heads": 1, "keys": 0},
         {"scores": lambda x: edges(x, rows=-1, heads=1, keys=0, to=-torch.inf)},

@@ -10,7 +10,7 @@ from scipy import special as scipy_special
 from llmgeom import claims
 from llmgeom.cli import main
 from llmgeom.commands import evidence
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.plan import MODEL
 from llmgeom.probe import UNTRAINED
 from llmgeom.probes.evidence import controls
@@ -106,14 +106,14 @@ def test_controls_of_the_exact_answer_do_not_move_beyond_it():
 
 
 def test_copies_read_no_sample_whose_probe_does_not_compare_with_them():
-    pythia = Subject.load("pocket:pythia", device="cpu", offline=True)
+    pythia = Model.load("pocket:pythia", device="cpu", offline=True)
     plan = evidence.question(pythia, WORLD, evidence.RunConfig(model="pocket:pythia", n=10, surfaces=("list",)))
     read = {kind: {name for _, rows in plan.passes(kind, 0) for name in rows} for kind in (MODEL, UNTRAINED)}
     assert read == {MODEL: {MAIN, *VARIANTS}, UNTRAINED: {MAIN}}
 
 
 def test_variants_missing_from_the_prompts_are_refused_in_a_sentence():
-    pythia = Subject.load("pocket:pythia", device="cpu", offline=True)
+    pythia = Model.load("pocket:pythia", device="cpu", offline=True)
     drawn = text.sample(WORLD, 10, 0, pythia.tokenizer)
     record = run_probes(pythia, drawn, {"sula_controls": controls}, controls=1)
     assert "without the samples" in record.unmeasured["sula_controls"]
@@ -124,7 +124,7 @@ def test_variants_missing_from_the_prompts_are_refused_in_a_sentence():
 )
 @pytest.mark.slow
 def test_the_positive_control_passes_and_the_negatives_do_not(name, learnt):
-    subject = Subject.load(name, device="cpu", offline=True)
+    subject = Model.load(name, device="cpu", offline=True)
     record = Run(evidence.question(subject, WORLD, evidence.RunConfig(model=name, n=30, surfaces=("list",)))).record()
     assert {*record.unmeasured} == {"simplex: hidden state"}  # there is none beside the two causes
     verdicts = {h.name: h.verdict for m in record.results.values() for h in m.estimates if h.claim}

@@ -14,7 +14,7 @@ from llmgeom.errors import UnsupportedModel
 from llmgeom.model import attention as attention_module
 from llmgeom.model.batching import plan_batches
 from llmgeom.model.capture import ROWS, Capture, Site
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from tests.families import FAMILIES, LENGTHS, Family, apart, hooked, outputs, prompts, ragged
 from tests.refusals import refused
 
@@ -28,7 +28,7 @@ class Case:
     family: Family
     model: Any
     eager: Any
-    subject: Subject
+    subject: Model
     batch: Batch
 
     @cached_property
@@ -65,7 +65,7 @@ def case(request) -> Case:
     family = FAMILIES[request.param]
     model, eager = family.model(), family.model(eager=True)
     eager.load_state_dict(model.state_dict())
-    return Case(family, model, eager, Subject.of(model, name=family.name), ragged())
+    return Case(family, model, eager, Model.of(model, name=family.name), ragged())
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def test_short_prompts_beside_long_ones_are_read_as_alone_under_longrope():
     family = FAMILIES["phi3"]
     model = replace(family, settings=family.settings | border | {"rope_parameters": rope}).model()
     batch = ragged(lengths=(23, 9, 17, 2, 16))
-    seen = Subject.of(model).capture(batch, {Site.LOG_PROBS}).log_probs
+    seen = Model.of(model).capture(batch, {Site.LOG_PROBS}).log_probs
     with torch.no_grad():
         alone = torch.stack([model(ids).logits[0, -1].log_softmax(-1) for ids in prompts(batch)])
     assert (seen - alone).abs().max() < TOLERANCE
@@ -253,7 +253,7 @@ def test_check_passes_with_tiny_numbers(case):
 
 def test_check_passes_in_bfloat16(case):
     """Eager attention rounds its scores before the softmax; rows that did not would be refused with Gemma-2."""
-    report = Subject.of(case.family.model().to(torch.bfloat16)).check()
+    report = Model.of(case.family.model().to(torch.bfloat16)).check()
     assert report["logits"] == report["residual"] == 0
     assert report["rows"] < 0.025
 
@@ -269,7 +269,7 @@ def test_check_passes_in_bfloat16_where_a_coordinate_is_far_larger_than_the_othe
             return out
 
         case.family.part(model, layer, case.family.projection).register_forward_hook(enlarged)
-    report = Subject.of(model.to(torch.bfloat16)).check()
+    report = Model.of(model.to(torch.bfloat16)).check()
     assert report["logits"] == 0 and report["rows"] < 0.025
 
 

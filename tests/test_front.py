@@ -75,7 +75,7 @@ def test_the_command_of_a_loaded_model_loads_it_the_same_way(options):
 
 
 def test_a_model_in_memory_is_no_model_of_its_name(subject):
-    mine = llmgeom.Subject.of(subject.model, subject.tokenizer, "pocket:pythia")
+    mine = llmgeom.Model.of(subject.model, subject.tokenizer, "pocket:pythia")
     with pytest.raises(UserError, match=r"pocket:pythia is a model in memory.*run_probes"):
         llmgeom.scan(mine, "math", **FEW)
 

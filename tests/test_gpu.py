@@ -20,8 +20,8 @@ from llmgeom.model import hub, no_context
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import POINTS
 from llmgeom.model.loading import usable
+from llmgeom.model.model import Model
 from llmgeom.model.passes import Observer
-from llmgeom.model.subject import Subject
 from llmgeom.probes import belief_readout
 from llmgeom.wind_tunnels.models import ARCHITECTURES
 from llmgeom.wind_tunnels.models.architectures import build
@@ -61,10 +61,10 @@ def card() -> str:
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def pair(request) -> tuple[Subject, Subject]:
+def pair(request) -> tuple[Model, Model]:
     """One tiny model of a family on the CPU and on the card."""
     family = FAMILIES[request.param]
-    return Subject.of(family.model(), name=family.name), Subject.of(family.model().to("cuda"), name=family.name)
+    return Model.of(family.model(), name=family.name), Model.of(family.model().to("cuda"), name=family.name)
 
 
 def far(one, other) -> dict[str, float]:
@@ -125,8 +125,8 @@ def test_a_control_is_drawn_on_the_card_as_the_family_draws_it(pair):
 @pytest.mark.parametrize("name", sorted(set(ARCHITECTURES)))
 def test_every_architecture_of_a_tunnel_is_the_cpus(name):
     model = build(name, vocabulary=VOCAB, length=24, width=64, heads=4)
-    expected = Subject.of(model, name=name).capture(ragged(), {Site.LOG_PROBS, Site.RESIDUAL}, positions="all")
-    found = Subject.of(model.to("cuda"), name=name).capture(ragged(), {Site.LOG_PROBS, Site.RESIDUAL}, positions="all")
+    expected = Model.of(model, name=name).capture(ragged(), {Site.LOG_PROBS, Site.RESIDUAL}, positions="all")
+    found = Model.of(model.to("cuda"), name=name).capture(ragged(), {Site.LOG_PROBS, Site.RESIDUAL}, positions="all")
     assert max(far(found, expected).values()) < 1e-3
 
 
@@ -135,7 +135,7 @@ def test_a_model_divided_between_card_and_host_is_the_whole_model(tmp_path):
     AutoTokenizer.from_pretrained(hub.locate("pocket:pythia").path).save_pretrained(tmp_path)
     places = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": "cpu", "model.norm": 0}
     places |= {"model.rotary_emb": 0, "lm_head": 0}
-    whole, divided = (Subject.load(str(tmp_path), device="cuda", device_map=spread) for spread in (None, places))
+    whole, divided = (Model.load(str(tmp_path), device="cuda", device_map=spread) for spread in (None, places))
     observers = [Observer(no_context.NAME, no_context.write_sums, everywhere=frozenset({Site.ATTN_OUT}))]
     asked = {"observers": [*observers, *belief_readout.NEEDS.observers]}
     found = divided.capture(ragged(), Site, **asked)
@@ -157,7 +157,7 @@ def test_a_row_that_is_not_finite_is_named(bad):
     def spoil(x, where):
         return x.masked_fill((where.prompt == 2)[:, None, None, None] & where.query[..., None, None], bad)
 
-    subject = Subject.of(FAMILIES["llama"].model().to("cuda"), name="llama")
+    subject = Model.of(FAMILIES["llama"].model().to("cuda"), name="llama")
     spoilt = subject.edit("value", spoil, layers=1, spec={"do": "spoil"}).edit("z", 0.0, layers=1)
     sites = {Site.VALUE, Site.ENTROPY, Site.ATTENTION}
     assert not subject.capture(ragged(), sites, batch_tokens=46).value.isnan().any()
@@ -166,7 +166,7 @@ def test_a_row_that_is_not_finite_is_named(bad):
 
 
 def test_a_batch_that_does_not_fit_is_halved_and_changes_nothing():
-    subject = Subject.of(FAMILIES["llama"].model().to("cuda"), name="llama")
+    subject = Model.of(FAMILIES["llama"].model().to("cuda"), name="llama")
     ids = torch.randint(3, VOCAB, (4096, 48), generator=torch.Generator().manual_seed(0))
     batch = Batch(Tokens(ids, torch.full((4096,), 48)), tuple(map(str, range(4096))), {"kind": "random"})
     sites = {Site.VALUE, Site.RESIDUAL, Site.ENTROPY}

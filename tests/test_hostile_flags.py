@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from llmgeom.dynamics import processes
 from llmgeom.errors import UserError
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.wind_tunnels import training as trainer
 from tests.hostile import commands, ended
 
@@ -42,7 +42,7 @@ def nothing_runs(monkeypatch, tmp_path):
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(Subject, "load", classmethod(stop))
+    monkeypatch.setattr(Model, "load", classmethod(stop))
     for owner, name in (
         (trainer, "Trainer"),
         (processes, "ProcessPoolExecutor"),

@@ -12,7 +12,7 @@ from torch import nn
 from llmgeom.batch import Batch, Tokens
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Site
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.model.weights import key_weight, query_weight
 from llmgeom.probes.interventions import hypothesis_frame
 from llmgeom.probes.interventions.axis import norm_gain
@@ -81,7 +81,7 @@ def test_frames_are_the_derivatives_of_what_attention_does(name):
     embedding, W_O on one head at a time, and the readout by autograd through the final norm."""
     family = FAMILIES[name]
     model = family.model()
-    subject = Subject.of(model, None, name)
+    subject = Model.of(model, None, name)
     ids, n = list(range(5, 17)), 12
     found = frames_of(subject, ids)
     heads, group = subject.facts["heads"], subject.facts["heads"] // subject.facts["kv_heads"]
@@ -106,7 +106,7 @@ def test_key_directions_and_readouts_are_gradients_at_the_residual_stream(name):
     """At a residual of mean 0 and mean square 1 (+1 and -1 in turn) a norm's gradient is its gain, but for the part
     along the residual itself, and along the mean where it takes it off: both are projected out on either side."""
     model = FAMILIES[name].model().double()
-    subject = Subject.of(model, None, name)
+    subject = Model.of(model, None, name)
     ids = list(range(5, 17))
     with torch.no_grad():
         e = model.get_input_embeddings().weight[ids]
@@ -163,7 +163,7 @@ def test_no_basis_of_a_head_and_no_place_of_a_gain_changes_a_frame():
     model = FAMILIES["gpt2"].model()
     other = copy.deepcopy(model)
     gauge(other, torch.Generator().manual_seed(0))
-    one, two = Subject.of(model, None, "one"), Subject.of(other, None, "two")
+    one, two = Model.of(model, None, "one"), Model.of(other, None, "two")
     batch = ragged()
     torch.testing.assert_close(
         one.capture(batch, {Site.LOG_PROBS}).log_probs,
@@ -179,16 +179,16 @@ def test_no_basis_of_a_head_and_no_place_of_a_gain_changes_a_frame():
         np.testing.assert_allclose(ours, centred(getattr(after, field)), atol=1e-4 * abs(ours).max())
 
 
-def small(task, seed: int = 0, **more) -> Subject:
+def small(task, seed: int = 0, **more) -> Model:
     given = {"n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2, "initializer_range": 0.18} | more
     given |= {"bos_token_id": 0, "eos_token_id": 0}
     config = transformers.GPT2Config(vocab_size=task.vocabulary, tie_word_embeddings=False, **given)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Subject.of(transformers.GPT2LMHeadModel(config))
+        return Model.of(transformers.GPT2LMHeadModel(config))
 
 
-def coinciding(sign: float) -> Subject:
+def coinciding(sign: float) -> Model:
     """The last layer copies every token's embedding (or its opposite) into the stream, which is read out by it."""
     subject = small(RECALL)
     model, width = subject.model, 32
@@ -221,7 +221,7 @@ def test_a_model_that_writes_hypotheses_where_they_are_read_out():
 
 
 def test_hypotheses_of_prompts_are_the_likeliest_next_tokens_and_the_others_the_most_frequent():
-    subject = Subject.of(FAMILIES["llama"].model(), None, "llama")
+    subject = Model.of(FAMILIES["llama"].model(), None, "llama")
     ids = torch.randint(3, 60, (30, 8), generator=torch.Generator().manual_seed(0))
     batch = Batch(Tokens(ids, torch.full((30,), 8)), tuple(map(str, range(30))), {})
     found = read_frames(subject, batch)

@@ -17,7 +17,7 @@ from llmgeom.cli import main
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.edits import Where
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.probes.interventions import interchange
 from llmgeom.probes.interventions.interchange import (
     AS_FAR,
@@ -209,7 +209,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize(("task", "arch"), [("recall", "neox"), ("hmm:steps=5", "gpt2"), ("hmm:steps=5", "lstm")])
 def test_what_is_moved_is_what_a_hook_moves_that_writes_the_other_run_s_residual(folder, task, arch):
-    subject, task = Subject.load(str(folder(task, arch))), wind_tunnels.load_world(task)
+    subject, task = Model.load(str(folder(task, arch))), wind_tunnels.load_world(task)
     pairs = Pairs.of(task, 12, 0, "held-out")
     made = exchange(subject, pairs, pairs, (0, 1), 2, batch_tokens=40)
     np.testing.assert_allclose(made["whole/moved"][0, 0], made["total"], atol=2e-5)
@@ -244,7 +244,7 @@ def test_what_is_moved_is_what_a_hook_moves_that_writes_the_other_run_s_residual
 
 
 def test_frame_and_rest_make_the_whole_and_random_ones_go_as_far(folder, monkeypatch):
-    subject, task = Subject.load(str(folder("recall", "neox"))), wind_tunnels.load_world("recall")
+    subject, task = Model.load(str(folder("recall", "neox"))), wind_tunnels.load_world("recall")
     pairs, kept = Pairs.of(task, 12, 0, "held-out"), {}
 
     def run(self, copies, stage=""):
@@ -271,7 +271,7 @@ def test_frame_and_rest_make_the_whole_and_random_ones_go_as_far(folder, monkeyp
 
 def test_a_frame_is_found_where_its_effect_is_not_measured(folder):
     """One pair of sequences exchanges two pieces of evidence and spans one direction, whatever the measured ones do."""
-    subject, task = Subject.load(str(folder("recall", "neox"))), wind_tunnels.load_world("recall")
+    subject, task = Model.load(str(folder("recall", "neox"))), wind_tunnels.load_world("recall")
     pairs = Pairs.of(task, 12, 0, "held-out")
     one, many = (exchange(subject, fit, pairs.take(range(6, 12)), (0,)) for fit in (pairs.take([0]), pairs))
     assert one["dimensions"] == [1] and many["dimensions"] > [3]
@@ -281,17 +281,17 @@ def test_a_frame_is_found_where_its_effect_is_not_measured(folder):
 
 def test_what_was_examined_before_is_loaded_and_other_parameters_are_examined_anew(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path))
-    subject, task = Subject.load(str(folder("recall", "neox"))), wind_tunnels.load_world("recall")
+    subject, task = Model.load(str(folder("recall", "neox"))), wind_tunnels.load_world("recall")
     asked, store = {"n": 24, "nulls": 2, "controls": 3}, str(tmp_path / "captures")
     whole = Run(question(subject, task, **asked)).record()
-    built, controls, of = [], Subject.controls, interchange.exchange
+    built, controls, of = [], Model.controls, interchange.exchange
 
     @contextmanager
     def counted(self, *options):
         with controls(self, *options) as draw:
             yield lambda seed: (seed and built.append(seed)) or draw(seed)  # None is the model itself
 
-    monkeypatch.setattr(Subject, "controls", counted)
+    monkeypatch.setattr(Model, "controls", counted)
 
     def stopped(subject, *args, **options):
         if subject.facts.get("untrained") == 2:

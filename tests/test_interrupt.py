@@ -13,7 +13,7 @@ from llmgeom.cache import interrupt
 from llmgeom.cli import main
 from llmgeom.files import remove_unfinished, write_whole
 from llmgeom.model import running
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.wind_tunnels import training as trainer
 from tests.test_train_kills import files
 
@@ -127,7 +127,7 @@ def test_a_scan_ends_with_its_batch_and_goes_on_to_the_same_bytes(tmp_path, monk
         assert code == 0 or f"Continue with: llmgeom {' '.join(asked)}\n" in done[0].stderr
         return n
 
-    checks = counted(0, lambda: Subject.load("pocket:pythia"))
+    checks = counted(0, lambda: Model.load("pocket:pythia"))
     every = scan(0, "whole", 0)
     # The batches in hand at the first Ctrl-C are kept; at the second the two that run at the same time are lost.
     assert scan(checks + 3, "cut", 130, times=1) == checks + 3

@@ -9,7 +9,7 @@ import pytest
 from llmgeom.commands import ablate, evidence, grade
 from llmgeom.model import running
 from llmgeom.model.forward import probe_batch
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
 from tests.source import MODULES, tree
@@ -58,7 +58,7 @@ def test_a_dry_run_counts_what_is_passed_and_a_repeated_run_passes_nothing(case,
     # Of edits no passes are counted that see whether passes may resume; here these are of three sequences of ten.
     assert first.results and (0.7 * ran < row["tokens"] < 1.1 * ran if row["edited"] else row["tokens"] == ran)
     passed.clear()
-    monkeypatch.setattr(Subject, "untrained", None)
+    monkeypatch.setattr(Model, "untrained", None)
     _, again = prepared(command, replace(asked, out=str(tmp_path / "again"))).perform(subject=subject)
     assert passed == [] and again.unmeasured == first.unmeasured
     assert all(np.array_equal(again.arrays[name], x) for name, x in first.arrays.items())

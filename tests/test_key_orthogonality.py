@@ -11,7 +11,7 @@ from scipy.stats import ortho_group, t
 
 from llmgeom.batch import Batch, Tokens
 from llmgeom.errors import Unavailable, UserError
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.probes import key_orthogonality as probe
 from llmgeom.probes.key_orthogonality import BY_HEAD, COLUMNS, SEEN, Reading
 from llmgeom.result import Result
@@ -41,7 +41,7 @@ def tiny(family: str) -> transformers.PreTrainedModel:
 
 
 def measures(model) -> dict[str, float]:
-    reading = observe(Subject.of(model), ragged(lengths=(40, 40)), probe.NEEDS)
+    reading = observe(Model.of(model), ragged(lengths=(40, 40)), probe.NEEDS)
     return {
         COLUMNS: reading.columns.mean(),
         BY_HEAD: mean_abs_cosine(reading.keys).mean(),
@@ -122,7 +122,7 @@ def test_a_key_bias_that_the_softmax_does_not_see_changes_all_but_the_centred_me
 @pytest.mark.parametrize("family", ["gpt_neox", "llama"])
 def test_token_keys_are_the_model_s_own_norm_then_its_own_projection(family):
     model, batch = tiny(family), ragged(lengths=(60, 30))
-    subject = Subject.of(model)
+    subject = Model.of(model)
     ids = torch.tensor(probe.token_ids(subject, batch))
     with torch.no_grad():
         if family == "gpt_neox":
@@ -145,7 +145,7 @@ def test_token_keys_are_the_model_s_own_norm_then_its_own_projection(family):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_is_read_by_its_true_key_heads_or_says_why_not(name):
-    subject = Subject.of(FAMILIES[name].model(), name=name)
+    subject = Model.of(FAMILIES[name].model(), name=name)
     reading = observe(subject, ragged(), probe.NEEDS)
     facts = subject.facts
     assert reading.columns.shape == (2, facts["kv_heads"])
@@ -160,7 +160,7 @@ def test_tokens_are_the_most_frequent_ties_by_id_without_pads_and_special_ones(m
     class Tokenizer:
         all_special_ids = (0,)
 
-    subject = replace(Subject.of(FAMILIES["llama"].model()), tokenizer=Tokenizer())
+    subject = replace(Model.of(FAMILIES["llama"].model()), tokenizer=Tokenizer())
     assert probe.token_ids(subject, batch) == [9, 5, 7, 3]
     assert probe.token_ids(replace(subject, tokenizer=None), batch) == [9, 0, 5, 7, 3]
     many = Batch(Tokens(torch.arange(50)[None], torch.tensor([50])), ("a",), {})
@@ -249,9 +249,9 @@ def test_what_cannot_be_read_is_a_row_with_its_reason():
     model = FAMILIES["llama"].model()
     model.model.layers[1].self_attn.k_proj = torch.nn.Sequential(model.model.layers[1].self_attn.k_proj)
     with refused(Unavailable, "key weights"):
-        observe(Subject.of(model), ragged(), probe.NEEDS)
+        observe(Model.of(model), ragged(), probe.NEEDS)
     few = Batch(Tokens(torch.tensor([[4, 5, 4, 5]]), torch.tensor([4])), ("a",), {})
     with refused(UserError, 2):
-        observe(Subject.of(FAMILIES["llama"].model()), few, probe.NEEDS)
+        observe(Model.of(FAMILIES["llama"].model()), few, probe.NEEDS)
     with refused(UserError, "untrained"):
         probe.measure(SimpleNamespace(observations=view().observations, control_observations=()))

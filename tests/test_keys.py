@@ -20,8 +20,8 @@ from llmgeom.files import digest
 from llmgeom.model import controls, hub, passes
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit
+from llmgeom.model.model import Model
 from llmgeom.model.passes import descent, identity, plan_capture
-from llmgeom.model.subject import Subject
 from llmgeom.wind_tunnels import load_world
 from tests.families import FAMILIES, ragged
 from tests.refusals import refused
@@ -29,20 +29,20 @@ from tests.refusals import refused
 TEXTS = Batch(Text(("the river is", "a stone in the garden")), ("a", "b"), {"name": "two"})
 
 
-def key(subject: Subject, batch=None, sites=(Site.VALUE,), edits=(), positions="query", batch_tokens=4096):
+def key(subject: Model, batch=None, sites=(Site.VALUE,), edits=(), positions="query", batch_tokens=4096):
     plan = plan_capture(subject, batch or ragged(), sites, edits, positions=positions, batch_tokens=batch_tokens)
     run, spec, _ = passes._specs(subject, plan)
     return digest(run), digest(spec)
 
 
-def tiny(seed: int = 0, **settings) -> Subject:
+def tiny(seed: int = 0, **settings) -> Model:
     model = FAMILIES["llama"].model(seed)
     for name, value in settings.items():
         setattr(model.config, name, value)
-    return Subject.of(model, name="tiny")
+    return Model.of(model, name="tiny")
 
 
-def touched() -> Subject:
+def touched() -> Model:
     """One number of one weight."""
     subject = tiny()
     with torch.no_grad():
@@ -50,25 +50,25 @@ def touched() -> Subject:
     return subject
 
 
-def eager() -> Subject:
-    return Subject.of(FAMILIES["llama"].model(eager=True), name="tiny")
+def eager() -> Model:
+    return Model.of(FAMILIES["llama"].model(eager=True), name="tiny")
 
 
-def own() -> Subject:
+def own() -> Model:
     """A model of the same config whose code is not transformers'."""
     model = FAMILIES["llama"].model()
     model.__class__ = types.new_class("Own", (type(model),), exec_body=lambda body: body.update(__module__=__name__))
-    return Subject.of(model, name="tiny")
+    return Model.of(model, name="tiny")
 
 
-def bridged() -> Subject:
-    return Subject.of(FAMILIES["llama"].model(), name="tiny", backend="tl")
+def bridged() -> Model:
+    return Model.of(FAMILIES["llama"].model(), name="tiny", backend="tl")
 
 
 OTHER_RUNS = {
     "weights": touched,
     "config": lambda: tiny(rms_norm_eps=1e-3),
-    "dtype": lambda: Subject.of(FAMILIES["llama"].model().to(torch.bfloat16), name="tiny"),
+    "dtype": lambda: Model.of(FAMILIES["llama"].model().to(torch.bfloat16), name="tiny"),
     "attention path": eager,
     "backend": bridged,
     "code of the model": own,
@@ -90,7 +90,7 @@ OTHER_CAPTURES = {
 
 def test_the_same_is_the_same():
     assert key(tiny()) == key(tiny())
-    renamed = Subject.of(FAMILIES["llama"].model(), name="by another name")
+    renamed = Model.of(FAMILIES["llama"].model(), name="by another name")
     renamed.model.config._name_or_path = "/elsewhere"
     assert key(renamed) == key(tiny()), "where it lies and what it is called decide nothing"
 
@@ -203,7 +203,7 @@ def test_a_model_in_memory_that_is_written_to_is_another(data, tmp_path):
 
 
 def test_a_loaded_model_that_is_written_to_is_no_longer_that_of_its_files():
-    subject = Subject.load("pocket:llama")
+    subject = Model.load("pocket:llama")
     run, weight = key(subject)[0], subject.model.get_output_embeddings().weight
     for factor, equal in ((2, False), (0.5, True)):  # powers of two: the same bits again
         with torch.no_grad():
@@ -212,7 +212,7 @@ def test_a_loaded_model_that_is_written_to_is_no_longer_that_of_its_files():
         assert (key(subject)[0] == run) == equal, "and the second time"
 
 
-@pytest.mark.parametrize("load", [lambda: Subject.load("pocket:llama"), tiny])
+@pytest.mark.parametrize("load", [lambda: Model.load("pocket:llama"), tiny])
 def test_what_is_written_past_autograd_is_seen_in_every_row_and_column_and_in_a_norm_of_ones(load):
     subject = load()
     model, run = subject.model, key(subject)[0]
@@ -231,7 +231,7 @@ def test_what_is_written_past_autograd_is_seen_in_every_row_and_column_and_in_a_
 
 
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
-@pytest.mark.parametrize("subject", [tiny, lambda: Subject.load("pocket:llama")])
+@pytest.mark.parametrize("subject", [tiny, lambda: Model.load("pocket:llama")])
 def test_adapters_that_are_applied_in_memory_are_in_the_key(subject):
     peft = pytest.importorskip("peft")
     subject = subject()
@@ -250,7 +250,7 @@ def test_adapters_that_are_applied_in_memory_are_in_the_key(subject):
 
 
 def test_an_implementation_of_attention_that_is_set_later_is_in_the_key_and_the_record(tmp_path):
-    subject, ours = tiny(), Subject.of(FAMILIES["llama"].model(eager=True), name="tiny")
+    subject, ours = tiny(), Model.of(FAMILIES["llama"].model(eager=True), name="tiny")
     subject.capture(ragged(), {Site.VALUE}, store=str(tmp_path))
     subject.model.set_attn_implementation("eager")
     assert key(subject) == key(ours) != key(tiny())
@@ -286,7 +286,7 @@ def test_a_control_of_tied_weights_on_several_cards_is_another_and_is_never_draw
     models = [transformers.AutoModelForCausalLM.from_config(config) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     models[1].hf_device_map = {"model": "cpu", "lm_head": "cpu:0"}
-    one, several = (Subject.of(model, name="tiny") for model in models)
+    one, several = (Model.of(model, name="tiny") for model in models)
 
     def dispatched(model, like, folder, index):
         model.hf_device_map = like.hf_device_map
@@ -364,22 +364,22 @@ def test_a_file_of_the_hub_is_known_by_its_blob_and_not_read(tmp_path, monkeypat
 
 
 def test_a_loaded_model_is_kept_by_its_files_and_its_tokenizer(folder):
-    subject = Subject.load(str(folder))
-    assert identity(subject) == keys.of_files(folder) == identity(Subject.load("pocket:pythia"))
-    assert key(Subject.load("pocket:pythia"), TEXTS) == key(subject, TEXTS)
+    subject = Model.load(str(folder))
+    assert identity(subject) == keys.of_files(folder) == identity(Model.load("pocket:pythia"))
+    assert key(Model.load("pocket:pythia"), TEXTS) == key(subject, TEXTS)
     subject.tokenizer.add_tokens(["river"])
-    relabelled = Subject.of(subject.model, subject.tokenizer, "again", files=identity(subject))
+    relabelled = Model.of(subject.model, subject.tokenizer, "again", files=identity(subject))
     keys._tokenizer.cache_clear()
-    assert key(relabelled)[0] != key(Subject.load(str(folder)))[0], "even where the prompts' tokens are the same"
+    assert key(relabelled)[0] != key(Model.load(str(folder)))[0], "even where the prompts' tokens are the same"
     flip(folder / "model.safetensors")
-    assert key(Subject.load(str(folder)))[0] != key(Subject.load("pocket:pythia"))[0]
+    assert key(Model.load(str(folder)))[0] != key(Model.load("pocket:pythia"))[0]
 
 
 def test_weights_that_are_not_in_memory_and_of_no_file_cannot_be_stored():
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(FAMILIES["llama"].config())
     with refused(UserError, "offloaded"):
-        identity(Subject.of(model, name="tiny"))
+        identity(Model.of(model, name="tiny"))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from llmgeom.cli import main
 from llmgeom.errors import UserError
 from llmgeom.model import hub
 from llmgeom.model.capture import Capture, Site
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.probe import WHOLE, ProbeInput
 from llmgeom.probes import length_generalisation
 from llmgeom.probes.length_generalisation import RATIO, Reach, measure_past, reach
@@ -183,10 +183,10 @@ def test_a_look_up_of_the_last_observation_is_no_algorithm_that_was_continued():
 # ---- where the horizon is --------------------------------------------------------------------------------------------
 
 
-def told(**facts) -> Subject:
+def told(**facts) -> Model:
     task = wind_tunnels.load_world("hmm:steps=4")
     shape = {"vocabulary": task.vocabulary, "length": task.length, "features": task.features}
-    return Subject.of(build("lstm", **shape, width=8, layers=1), None, "toy", **facts)
+    return Model.of(build("lstm", **shape, width=8, layers=1), None, "toy", **facts)
 
 
 def test_the_horizon_is_the_task_s_or_what_the_folder_tells_of_the_same_task():
@@ -211,10 +211,10 @@ def test_what_cannot_be_measured_is_said_before_it_costs_anything(monkeypatch):
     """Log-probabilities over a whole vocabulary are not captured for prompts, which have no exact answer."""
     task = wind_tunnels.load_world("bijection:vocab=4,pairs=3")
     batch = task.truncated(20, 0, "held-out")
-    subject = Subject.of(build("lstm", vocabulary=task.vocabulary, length=task.length, width=8), None, "toy")
+    subject = Model.of(build("lstm", vocabulary=task.vocabulary, length=task.length, width=8), None, "toy")
     asked = []
-    plain = Subject.capture
-    monkeypatch.setattr(Subject, "capture", lambda self, b, s, **more: asked.append({*s}) or plain(self, b, s, **more))
+    plain = Model.capture
+    monkeypatch.setattr(Model, "capture", lambda self, b, s, **more: asked.append({*s}) or plain(self, b, s, **more))
     probes = {"length_generalisation": length_generalisation}
     record = run_probes(subject, replace(batch, posterior=None), probes, controls=2)
     assert record.unmeasured == {"length_generalisation": NO_EXACT} and not any(
@@ -223,7 +223,7 @@ def test_what_cannot_be_measured_is_said_before_it_costs_anything(monkeypatch):
     record = run_probes(subject, batch, probes, controls=2)
     assert "whole sequences of a wind-tunnel task" in record.unmeasured["length_generalisation"]
     real = wind_tunnels.load_world("regression")
-    subject = Subject.of(build("lstm", vocabulary=2, length=real.length, features=real.features, width=8), None, "toy")
+    subject = Model.of(build("lstm", vocabulary=2, length=real.length, features=real.features, width=8), None, "toy")
     record = run_probes(subject, real.truncated(20, 0), probes, controls=2, samples={WHOLE: real.sample(20, 0)})
     assert record.unmeasured["length_generalisation"].startswith("this task asks for real numbers")
 
@@ -233,7 +233,7 @@ def test_a_scan_of_longer_sequences_knows_what_was_trained(tmp_path):
     asked = Training("hmm:steps=4", arch="lstm", width=32, layers=1, steps=150, batch=64, lr="1e-2", snapshots=2)
     folder = train(replace(asked, targets="soft"), tmp_path / "model").out
     assert hub.tunnel_facts(str(folder)) == {"trained_on": "hmm:steps=4", "trained_queries": 4}
-    subject = Subject.load(str(folder))
+    subject = Model.load(str(folder))
     assert subject.facts["trained_queries"] == 4 and "trained_queries" not in subject.untrained(0).facts
     flags = [
         "--n",
@@ -264,4 +264,4 @@ def test_a_scan_of_longer_sequences_knows_what_was_trained(tmp_path):
     assert "all 4 queries are within the 4" in Record.load(tmp_path / "own").unmeasured["length_generalisation"]
     (folder / hub.TUNNEL).write_text('{"task": "hmm:steps=4"}')
     with refused(UserError, "task"):
-        Subject.load(str(folder))
+        Model.load(str(folder))

@@ -14,7 +14,7 @@ from llmgeom.cli import main
 from llmgeom.errors import UserError
 from llmgeom.exports import export
 from llmgeom.exports.live import LARGEST, TASKS, contents
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.record import Record
 from llmgeom.reports.live import plain
 from llmgeom.wind_tunnels import load_world
@@ -151,11 +151,11 @@ def test_a_model_of_no_wind_tunnel_other_weights_and_other_shapes_are_refused(ru
         export(str(tmp_path / "other"), "live")
     lstm = build("lstm", vocabulary=3, length=9, width=16)
     with refused(UserError, "llmgeom_tunnel", "gpt2", "gpt_neox", "llama", "mistral"):
-        contents(Subject.of(lstm, name="x"))
+        contents(Model.of(lstm, name="x"))
     wide = build("llama", vocabulary=3, length=9, width=96)
     assert sum(p.numel() for p in wide.parameters()) > LARGEST
     with refused(UserError, "200,000"):
-        contents(Subject.of(wide, name="x"))
+        contents(Model.of(wide, name="x"))
 
 
 # ---- in a browser ---------------------------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ def test_the_forward_pass_is_pytorch_s(view, arch):
     ids = task.sample(8, seed=1).inputs.data
     with torch.no_grad():
         theirs = net.double()(ids).logits.log_softmax(-1)
-    weights = json.dumps(plain(contents(Subject.of(net.float(), name="x"))))
+    weights = json.dumps(plain(contents(Model.of(net.float(), name="x"))))
     found = view.evaluate("([m, each]) => each.map((ids) => forward(restored(m), ids))", [weights, ids.tolist()])
     # Both in double precision on the same float32 weights, but for rotary angles and norms, which transformers rounds.
     np.testing.assert_allclose(found, theirs, atol=1e-4)

@@ -1,4 +1,4 @@
-"""What `Subject.load` gives is the model that was asked for, whole, and the process is left as it was."""
+"""What `Model.load` gives is the model that was asked for, whole, and the process is left as it was."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ from llmgeom.cli import main
 from llmgeom.commands import dynamics, scan
 from llmgeom.errors import UserError
 from llmgeom.model import hub, loading
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.optional import silence
 from tests.refusals import refused
 
@@ -23,7 +23,7 @@ def test_loading_a_local_model_leaves_the_process_as_it_was(monkeypatch):
     before = constants.HF_HUB_OFFLINE
     with silence():
         assert constants.HF_HUB_OFFLINE and os.environ["HF_HUB_OFFLINE"] == "1"
-    Subject.load("pocket:pythia")
+    Model.load("pocket:pythia")
     assert before == constants.HF_HUB_OFFLINE and "HF_HUB_OFFLINE" not in os.environ
 
 
@@ -33,11 +33,11 @@ def test_weights_that_lack_a_tensor_are_refused(tmp_path):
     weights.pop("gpt_neox.layers.1.mlp.dense_h_to_4h.weight")
     save_file(weights, tmp_path / "cut" / "model.safetensors", metadata={"format": "pt"})
     with refused(UserError, 1, "gpt_neox.layers.1.mlp.dense_h_to_4h.weight"):
-        Subject.load(str(tmp_path / "cut"))
+        Model.load(str(tmp_path / "cut"))
 
 
 def test_a_loaded_model_is_the_file_upcast_and_checked():
-    subject = Subject.load("pocket:pythia")
+    subject = Model.load("pocket:pythia")
     weights = load_file(hub.locate("pocket:pythia").path + "/model.safetensors")
     for name, parameter in subject.model.named_parameters():
         assert parameter.dtype == torch.float32
@@ -48,7 +48,7 @@ def test_a_loaded_model_is_the_file_upcast_and_checked():
 
 
 def test_step0_is_the_twin_of_the_card_s_seed_and_not_the_trained_model():
-    untrained, trained = Subject.load("pocket:pythia@step0"), Subject.load("pocket:pythia")
+    untrained, trained = Model.load("pocket:pythia@step0"), Model.load("pocket:pythia")
     assert untrained.weight_hash == trained.initial(0).weight_hash != trained.weight_hash
     assert untrained.name == "pocket:pythia@step0"
 
@@ -84,8 +84,8 @@ def moving(tmp_path, monkeypatch):
 def test_weights_come_from_the_commit_that_was_located(moving):
     located = hub.locate("o/moves", offline=True)
     assert located.revision == OLD
-    first, again = Subject.load(located, device="cpu"), Subject.load(located, device="cpu")
-    later = Subject.load("o/moves", offline=True, device="cpu")
+    first, again = Model.load(located, device="cpu"), Model.load(located, device="cpu")
+    later = Model.load("o/moves", offline=True, device="cpu")
     assert first.facts["revision"] == again.facts["revision"] == OLD and later.facts["revision"] == NEW
     assert first.weight_hash == again.weight_hash != later.weight_hash
 
@@ -100,14 +100,14 @@ def test_a_command_looks_the_model_up_once_and_loads_that_commit(moving, monkeyp
         loaded.append(model)
         raise UserError("enough")
 
-    monkeypatch.setattr(Subject, "load", load)
+    monkeypatch.setattr(Model, "load", load)
     monkeypatch.chdir(tmp_path)
     CliRunner().invoke(main, [*command.split(), "--model", "o/moves", "--offline"])
     assert len(looked_up) == 1 and [at.revision for at in loaded] == [OLD]
 
 
 def test_a_dtype_of_torch_is_its_name_in_a_subject_and_in_a_command():
-    loaded, named = (Subject.load("pocket:pythia", dtype=dtype) for dtype in (torch.bfloat16, "bfloat16"))
+    loaded, named = (Model.load("pocket:pythia", dtype=dtype) for dtype in (torch.bfloat16, "bfloat16"))
     assert loaded.model.dtype is torch.bfloat16 and loaded.facts == named.facts
     assert loaded.options == named.options == {"dtype": "bfloat16"}
     of_torch, of_text = (scan.RunConfig(domains=("math",), dtype=dtype) for dtype in (torch.bfloat16, "bfloat16"))
@@ -126,7 +126,7 @@ def test_a_dtype_of_torch_is_its_name_in_a_subject_and_in_a_command():
 )
 def test_unknown_settings_are_refused(given, sentence):
     with refused(UserError, sentence):
-        Subject.load("pocket:pythia", **given)
+        Model.load("pocket:pythia", **given)
 
 
 def test_each_byte_and_name_of_a_tensor_decides_the_hash_of_the_weights_and_threads_do_not():

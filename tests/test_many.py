@@ -14,7 +14,7 @@ from llmgeom.batch import Batch, Tokens
 from llmgeom.errors import UserError
 from llmgeom.model import running
 from llmgeom.model.capture import Capture, LazyTensors, Site
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.probe import Needs
 from llmgeom.probes import attention_focus, value_manifold
 from llmgeom.record import Record
@@ -27,8 +27,8 @@ N, FEW = 70, 40
 
 
 @pytest.fixture(scope="module")
-def model() -> Subject:
-    return Subject.of(FAMILIES["llama"].model(), name="llama")
+def model() -> Model:
+    return Model.of(FAMILIES["llama"].model(), name="llama")
 
 
 def prompts(n: int = N, length: int = 14, seed: int = 3) -> Batch:
@@ -38,7 +38,7 @@ def prompts(n: int = N, length: int = 14, seed: int = 3) -> Batch:
     return Batch(Tokens(ids, lengths), tuple(f"t{i // 2}" for i in range(n)), {"name": "random"})
 
 
-def measured(model: Subject, batch: Batch, probes: dict, store: Path | None = None, **options) -> Record:
+def measured(model: Model, batch: Batch, probes: dict, store: Path | None = None, **options) -> Record:
     options = {"controls": 2, "seed": 5, "batch_tokens": 64, "store": None if store is None else str(store)} | options
     return run_probes(model, batch, probes, **options)
 

@@ -5,7 +5,7 @@ import pytest
 
 from llmgeom import claims, wind_tunnels
 from llmgeom.errors import Unavailable, UserError
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.probes.interventions.component_results import MLP_EVIDENCE, MLP_NORM, MLP_SHARE, measure_blocks
 from llmgeom.probes.interventions.halves import halves
 from llmgeom.probes.interventions.intervention import Effects
@@ -21,7 +21,7 @@ from tests.test_component_ablation import HELD, ablated, alone, examine, writes_
 @pytest.mark.parametrize("name", ["gpt_neox", "llama", "gemma2"])
 def test_norms_are_of_what_the_writers_write_at_the_final_token(name, positions):
     family = FAMILIES[name]
-    subject = Subject.of(family.model(), name=name)
+    subject = Model.of(family.model(), name=name)
     made = ablated(subject, "blocks", positions)["mean"]
     assert made["norms"].shape == (2, 2, len(HELD))
     for branch, path in enumerate((family.attn_out, family.mlp_out)):
@@ -119,7 +119,7 @@ def test_evidence_that_is_not_lost_has_no_share():
 
 def test_an_lstm_has_no_branches(tmp_path):
     given = Training("hmm:steps=4", arch="lstm", width=32, layers=2, heads=2, steps=3, batch=8)
-    subject = Subject.load(str(train(given, tmp_path / "t").out))
+    subject = Model.load(str(train(given, tmp_path / "t").out))
     task = wind_tunnels.load_world("hmm:steps=4")
     with pytest.raises(Unavailable):
         examine(subject, task.sample(12, 0, "held-out"), "blocks", task=task, positions="all")
@@ -127,7 +127,7 @@ def test_an_lstm_has_no_branches(tmp_path):
 
 def test_a_task_s_branches_are_measured(tmp_path):
     given = Training("hmm:steps=4", arch="neox", width=32, layers=2, heads=2, steps=3, batch=8)
-    subject = Subject.load(str(train(given, tmp_path / "t").out))
+    subject = Model.load(str(train(given, tmp_path / "t").out))
     task = wind_tunnels.load_world("hmm:steps=4")
     batch = task.sample(12, 0, "held-out")
     own, clusters = ablated(subject, "blocks", "all", batch, task)["mean"], np.array(halves(batch, 0)[1].cluster)

@@ -146,7 +146,7 @@ def load(located: hub.Located):
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     shared = {"revision": located.revision, "local_files_only": located.local_only, "trust_remote_code": False}
-    # As Subject.load does: beside PEFT, transformers asks the hub for an adapter in spite of local_files_only.
+    # As Model.load does: beside PEFT, transformers asks the hub for an adapter in spite of local_files_only.
     with silence() if located.local_only else nullcontext():
         config = AutoConfig.from_pretrained(located.path, **shared)
         AutoTokenizer.from_pretrained(located.path, **shared)

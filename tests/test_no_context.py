@@ -7,8 +7,8 @@ import torch
 from llmgeom.batch import Batch
 from llmgeom.errors import Unavailable
 from llmgeom.model.capture import Site
+from llmgeom.model.model import Model
 from llmgeom.model.no_context import FOLDS, NoContext
-from llmgeom.model.subject import Subject
 from llmgeom.plan import Plan
 from llmgeom.probe import NO_CONTEXT, Needs, probe
 from llmgeom.run import run_probes
@@ -18,7 +18,7 @@ from tests.test_run import texts, values
 SITES = frozenset({Site.VALUE, Site.ATTN_OUT, Site.RESIDUAL, Site.ENTROPY})
 
 
-def tokenized(subject: Subject, batch: Batch) -> Batch:
+def tokenized(subject: Model, batch: Batch) -> Batch:
     return Batch(subject.tokens(batch), batch.cluster, batch.source)
 
 
@@ -30,7 +30,7 @@ def look(seen: dict):
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "phi", "gpt2", "gemma2"])
 def test_the_means_are_those_of_every_real_position_of_other_clusters(name):
     """The oracle is a capture of all positions, averaged by hand."""
-    subject = Subject.of(FAMILIES[name].model(), name=name)
+    subject = Model.of(FAMILIES[name].model(), name=name)
     batch = ragged()
     batch = Batch(batch.inputs, tuple(f"c{i % 3}" for i in range(len(batch))), batch.source)
     control = NoContext.of(subject, batch, 0)
@@ -47,7 +47,7 @@ def test_the_means_are_those_of_every_real_position_of_other_clusters(name):
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "phi", "gpt2", "gemma2"])
 def test_without_context_the_last_token_decides_alone(name):
     """Prompts of one fold that end in one token, at one position, are the same to the control, whatever came before."""
-    subject = Subject.of(FAMILIES[name].model(), name=name)
+    subject = Model.of(FAMILIES[name].model(), name=name)
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(3, 60, (12, 9), generator=generator)
     ids[:, -1] = 7
@@ -67,7 +67,7 @@ def test_without_context_the_last_token_decides_alone(name):
 
 def test_the_runner_reads_it_once_over_all_samples_and_a_repeat_reads_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path))
-    subject = Subject.load("pocket:llama", device="cpu")
+    subject = Model.load("pocket:llama", device="cpu")
     samples = {"a": texts(20, 21, 3)}
     seen: dict = {}
     needs = Needs(frozenset({Site.RESIDUAL, Site.VALUE}), samples=("a",), controls={NO_CONTEXT})
@@ -88,7 +88,7 @@ def test_the_runner_reads_it_once_over_all_samples_and_a_repeat_reads_nothing(tm
 def test_another_assignment_to_folds_is_another_capture(tmp_path):
     needs = {"one": probe(Needs(frozenset({Site.VALUE})))(values)}
     batch = texts(*range(12))
-    subject = Subject.load("pocket:llama", device="cpu")
+    subject = Model.load("pocket:llama", device="cpu")
     found = []
     for cluster in (batch.cluster, batch.cluster, tuple(f"t{i // 2}" for i in range(12))):
         plan = Plan.of(subject, Batch(batch.inputs, cluster, batch.source), needs, 1, 0)
@@ -97,7 +97,7 @@ def test_another_assignment_to_folds_is_another_capture(tmp_path):
 
 
 def test_where_there_is_no_such_control_the_record_says_why():
-    subject = Subject.of(FAMILIES["llama"].model(), name="llama")
+    subject = Model.of(FAMILIES["llama"].model(), name="llama")
     batch = ragged()
     alike = Batch(batch.inputs, ("one",) * len(batch), batch.source)
     with pytest.raises(Unavailable, match="one cluster"):
@@ -112,9 +112,7 @@ def test_where_there_is_no_such_control_the_record_says_why():
 
 def test_a_prompt_of_one_token_has_no_context_to_lose():
     """The control is then the model itself, and a claim to beat it cannot hold; a longer prompt is another one."""
-    subject = Subject.load(
-        "pocket:llama", device="cpu"
-    )  # which puts a BOS before each prompt or none, by its tokenizer
+    subject = Model.load("pocket:llama", device="cpu")  # which puts a BOS before each prompt or none, by its tokenizer
     words = [" ".join([word] * times) for times in (1, 3) for word in "abcdef"]
     batch = tokenized(subject, Batch.of(words))
     one = batch.tokens.lengths == batch.tokens.lengths.min()
@@ -128,7 +126,7 @@ def test_a_prompt_of_one_token_has_no_context_to_lose():
 
 def test_with_attention_cut_the_control_is_the_model_itself():
     """W_O = 0: the mean of nothing is nothing, and the control differs from the model nowhere."""
-    subject = Subject.load("pocket:llama", device="cpu")
+    subject = Model.load("pocket:llama", device="cpu")
     with torch.no_grad():
         for layer in subject.model.model.layers:
             layer.self_attn.o_proj.weight.zero_()

@@ -13,7 +13,7 @@ from llmgeom.cli import main
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.run import run_probes
 from llmgeom.wind_tunnels import training as trainer
 from llmgeom.wind_tunnels.training import train
@@ -34,7 +34,7 @@ def tunnel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pocket():
-    return Subject.load("pocket:pythia")
+    return Model.load("pocket:pythia")
 
 
 def prompts(n: int) -> Batch:
@@ -121,7 +121,7 @@ def test_a_model_whose_attn_outs_nothing_is_read_and_saved(pocket, tmp_path):
         for name, weight in model.named_parameters():
             if "v_proj" in name:
                 weight.zero_()
-    found = Subject.of(model).check()
+    found = Model.of(model).check()
     assert all(math.isfinite(value) for value in found.values() if isinstance(value, float)) and found["rows"] == 0
 
 

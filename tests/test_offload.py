@@ -13,8 +13,8 @@ from llmgeom import probes
 from llmgeom.model import hub
 from llmgeom.model.capture import Site
 from llmgeom.model.loading import OFFLOADED
+from llmgeom.model.model import Model
 from llmgeom.model.passes import identity
-from llmgeom.model.subject import Subject
 from llmgeom.run import run_probes
 from tests.families import FAMILIES, ragged
 from tests.test_store import same
@@ -42,8 +42,8 @@ def folder(request, tmp_path_factory) -> Path:
     return path
 
 
-def load(folder: Path, spread: dict | None) -> Subject:
-    return Subject.load(str(folder), device_map=spread, device="cpu")
+def load(folder: Path, spread: dict | None) -> Model:
+    return Model.load(str(folder), device_map=spread, device="cpu")
 
 
 def spread_of(folder: Path) -> dict:

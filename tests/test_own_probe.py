@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from llmgeom import probes
 from llmgeom.cli import main
 from llmgeom.errors import UserError
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.probe import probe
 from llmgeom.probes.labels.probe import where
 from llmgeom.prompts.domains import Domain
@@ -72,7 +72,7 @@ def test_a_number_and_a_figure_stand_in_the_terminal_and_on_the_page(tmp_path):
 
 
 def test_the_number_has_the_jackknife_s_interval_and_the_same_number_of_every_control():
-    subject, batch = Subject.load("pocket:pythia", device="cpu"), Domain("math").sample(20, 0)
+    subject, batch = Model.load("pocket:pythia", device="cpu"), Domain("math").sample(20, 0)
 
     @probe("residual")
     def length(data):
@@ -115,7 +115,7 @@ def test_what_is_no_number_is_named(answer):
         return answer
 
     record = run_probes(
-        Subject.load("pocket:pythia", device="cpu"), Domain("math").sample(12, 0), {"odd": odd}, controls=0
+        Model.load("pocket:pythia", device="cpu"), Domain("math").sample(12, 0), {"odd": odd}, controls=0
     )
     assert "probe 'odd' returned" in record.unmeasured["odd"] and "expected a finite number" in record.unmeasured["odd"]
 

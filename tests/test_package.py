@@ -82,7 +82,7 @@ def test_what_is_installed_scans_elsewhere_beside_a_user_s_own_probes_and_prompt
 USES = """
 from typing import assert_type
 
-from llmgeom import Record, Subject
+from llmgeom import Record, Model
 from llmgeom.record import Records
 from llmgeom.reports import page
 from llmgeom.result import Estimate
@@ -93,9 +93,9 @@ assert_type(record, Record)
 assert_type(record.results["value_manifold"].estimates, tuple[Estimate, ...])
 assert_type(record.results["value_manifold"].estimates[0].value, float)
 assert_type(page([record]), str)
-assert_type(Subject.load("pocket:pythia"), Subject)
+assert_type(Model.load("pocket:pythia"), Model)
 Record.load(3)
-Subject.load("pocket:pythia", revision=3)
+Model.load("pocket:pythia", revision=3)
 """
 
 
@@ -107,7 +107,7 @@ def test_the_installed_types_are_clean_and_a_user_s_program_is_checked_against_t
     (tmp_path / "uses.py").write_text(USES)
     done = package.checked(environment, ["-p", "llmgeom", "-m", "uses"], tmp_path, followed)
     complaints = [line for line in done.stdout.splitlines() if "error:" in line]
-    wrong = ['Argument 1 to "load" of "Record"', 'Argument "revision" to "load" of "Subject"']
+    wrong = ['Argument 1 to "load" of "Record"', 'Argument "revision" to "load" of "Model"']
     assert len(complaints) == 2 and all(map(str.__contains__, complaints, wrong)), done.stdout + done.stderr
 
 

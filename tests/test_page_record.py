@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from llmgeom.batch import Batch, Text, Tokens
 from llmgeom.model.capture import RANKS, Site, nbytes
 from llmgeom.model.hub import pockets
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.model.tokenizing import special_tokens
 from llmgeom.probes import known
 from llmgeom.probes.shared.representation_geometry import aligned_signs
@@ -27,7 +27,7 @@ from tests.families import FAMILIES
 
 @pytest.fixture(scope="module")
 def subject():
-    return Subject.load(f"pocket:{sorted(pockets())[0]}")
+    return Model.load(f"pocket:{sorted(pockets())[0]}")
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_a_piece_keeps_its_space_and_part_of_a_character_has_a_name():
 
 
 def test_the_last_queried_position_of_a_prompt_is_the_one_that_is_told():
-    subject = Subject.of(FAMILIES["llama"].model())
+    subject = Model.of(FAMILIES["llama"].model())
     ids = torch.tensor([[5, 3, 9, 4], [7, 8, 2, 0]])
     query = torch.tensor([[False, True, True, False], [True, False, True, False]])
     batch = Batch(Tokens(ids, torch.tensor([4, 3])), ("a", "b"), {"name": "x"}, query=query)
@@ -108,7 +108,7 @@ def test_the_last_queried_position_of_a_prompt_is_the_one_that_is_told():
 
 def test_a_small_vocabulary_has_fewer_ranks():
     sizes = {"vocab_size": 3, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 8}
-    subject = Subject.of(GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).eval())
+    subject = Model.of(GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).eval())
     batch = Batch(Tokens(torch.tensor([[1, 2]]), torch.tensor([2])), ("a",), {"name": "x"})
     likely = subject.capture(batch, {Site.LIKELY}).likely
     assert likely.shape == (1, 2, 3) and likely[0, 1].exp().sum().item() == pytest.approx(1)

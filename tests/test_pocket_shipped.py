@@ -8,7 +8,7 @@ from itertools import islice
 import pytest
 
 from llmgeom.model import hub
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.probes.evidence.answers import RESOLUTION
 from llmgeom.prompts import nonce
 from llmgeom.wind_tunnels import names
@@ -67,9 +67,9 @@ def test_a_shipped_model_has_no_unsaid_miss(shipped):
 
 def test_step_0_of_a_shipped_model_is_where_its_training_began(shipped):
     folder, card = shipped
-    began = Subject.of(pocket.Pocket(**card["spec"]).start()).weight_hash
+    began = Model.of(pocket.Pocket(**card["spec"]).start()).weight_hash
     assert began == card["weights"]["start"]
-    assert Subject.load(f"pocket:{folder.name}@step0", device="cpu", offline=True).weight_hash == began
+    assert Model.load(f"pocket:{folder.name}@step0", device="cpu", offline=True).weight_hash == began
 
 
 @cache
@@ -90,9 +90,9 @@ def test_the_streams_still_say_what_a_shipped_model_was_trained_on(shipped):
 
 @pytest.mark.parametrize("name", TAUGHT)
 def test_its_card_is_of_the_stored_weights_and_the_claims_hold(name):
-    subject, folder, card = Subject.load(f"pocket:{name}"), hub.POCKET / name, card_of(name)
+    subject, folder, card = Model.load(f"pocket:{name}"), hub.POCKET / name, card_of(name)
     assert card["weights"]["stored"] == subject.weight_hash and card["parameters"] == subject.facts["parameters"]
-    assert card["weights"]["parent"] == Subject.load(f"pocket:{PARENT}").weight_hash
+    assert card["weights"]["parent"] == Model.load(f"pocket:{PARENT}").weight_hash
     assert all(card["evidence"][process][RESOLUTION]["word"] == "holds" for process in TAUGHT[name].holds)
     assert {*card["evidence"]} <= {*names(text=True)}
     assert (folder / "model.safetensors").stat().st_size < 2.1e6

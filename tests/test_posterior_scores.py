@@ -10,7 +10,7 @@ from scipy import integrate, stats
 
 from llmgeom.errors import UserError
 from llmgeom.model.edits import Edit
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.probes.posterior.answers import grade
 from llmgeom.wind_tunnels import models
 from llmgeom.wind_tunnels.worlds.bijection import Bijection
@@ -183,7 +183,7 @@ def test_real_answers_are_graded_by_quadrature():
 def test_rows_are_read_in_the_precision_of_the_weights():
     task = Mean()
     model = models.build("gpt2", vocabulary=2, length=4, features=1, width=16, layers=1, heads=2, seed=0)
-    assert np.isfinite(grade(Subject.of(model.to(torch.bfloat16)), task, 10).own.kl).all()
+    assert np.isfinite(grade(Model.of(model.to(torch.bfloat16)), task, 10).own.kl).all()
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from llmgeom.cli import main
 from llmgeom.commands.probe import RunConfig, perform
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Site
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.probes.labels.directions import SavedDirection
 from llmgeom.probes.labels.inputs import read_target
 from llmgeom.prompts import files
@@ -149,7 +149,7 @@ def test_the_direction_is_saved_with_its_place(run, subject):
     ],
 )
 def test_refusals_before_a_weight_is_read(flags, words, prompts, monkeypatch):
-    monkeypatch.setattr(Subject, "load", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr(Model, "load", lambda *_, **__: pytest.fail("weights were read"))
     shown = CliRunner().invoke(main, ["probe", *(str(prompts) if flag == "FILE" else flag for flag in flags)])
     assert shown.exit_code == 1, shown.output
     for word in words:
@@ -174,7 +174,7 @@ def test_flags_that_answers_and_logs_do_not_read_are_refused(flags, words, promp
 
 
 def test_a_class_that_controls_would_not_see_is_refused_before_a_weight_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(Subject, "load", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr(Model, "load", lambda *_, **__: pytest.fail("weights were read"))
     rows = "".join(f"line {i},{'yes' if i % 250 == 1 else 'no'}\n" for i in range(1500))
     (tmp_path / "rare.csv").write_text("text,kind\n" + rows, encoding="utf-8")
     shown = CliRunner().invoke(main, ["probe", "--prompts", str(tmp_path / "rare.csv"), "--target", "kind"])
@@ -186,7 +186,7 @@ def test_a_class_that_controls_would_not_see_is_refused_before_a_weight_is_read(
 
 
 def test_a_layer_that_is_not_there_is_refused_before_prompts_are_read(prompts, subject, monkeypatch, tmp_path):
-    monkeypatch.setattr(Subject, "capture", lambda *_, **__: pytest.fail("prompts were read"))
+    monkeypatch.setattr(Model, "capture", lambda *_, **__: pytest.fail("prompts were read"))
     for site, layer, last in (("residual", "5", 4), ("value", "4", 3)):
         asked = {"target": "words", "sites": (site,), "layers": layer, "out": str(tmp_path / "run")}
         with refused(UserError, f"--layers {layer}", f"expected 0 to {last}, or -4 to -1"):
@@ -229,14 +229,14 @@ CRAMPED = "text,kind,template\n" + "".join(
     ],
 )
 def test_a_file_that_cannot_be_probed_is_refused_before_a_weight_is_read(name, table, words, tmp_path, monkeypatch):
-    monkeypatch.setattr(Subject, "load", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr(Model, "load", lambda *_, **__: pytest.fail("weights were read"))
     (tmp_path / name).write_text(table, encoding="utf-8")
     shown = CliRunner().invoke(main, ["probe", "--prompts", str(tmp_path / name), "--target", "kind"])
     assert shown.exit_code == 1 and words in shown.stderr and shown.stderr.count("\n") == 1, shown.output
 
 
 def test_a_number_of_few_clusters_is_refused_before_a_weight_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(Subject, "load", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr(Model, "load", lambda *_, **__: pytest.fail("weights were read"))
     rows = "".join(f"line {i},{i},t{i % 4}\n" for i in range(40))
     (tmp_path / "few.csv").write_text("text,size,template\n" + rows, encoding="utf-8")
     with refused(UserError, "got 4", "at least 5", "add templates"):

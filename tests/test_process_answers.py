@@ -14,7 +14,7 @@ from llmgeom.claims import judge
 from llmgeom.cli import main
 from llmgeom.commands.evidence import lines
 from llmgeom.errors import UserError
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.probes.evidence import answers
 from llmgeom.probes.evidence.answers import Controls
 from llmgeom.probes.evidence.predictions import LabelPredictions, label_ids, label_words
@@ -199,7 +199,7 @@ def test_the_probabilities_are_those_that_the_model_gives(run):
     """Against a forward pass of the model by itself, prompt by prompt."""
     folder, _ = run
     record = Record.load(folder / "recall-values-3")
-    pythia = Subject.load("pocket:pythia")
+    pythia = Model.load("pocket:pythia")
     batch = in_text.sample(load_world("recall:values=3", text=True), 12, 0, pythia.tokenizer)
     assert tuple(record.prompts["text"]) == batch.text
     lost, mass = [], []
@@ -240,7 +240,7 @@ def test_several_processes_make_a_profile_and_a_table(run):
 
 
 def test_the_tokens_of_the_answers_are_the_posterior_s():
-    pythia = Subject.load("pocket:pythia")
+    pythia = Model.load("pocket:pythia")
     batch = in_text.sample(load_world("markov", text=True), 6, 0, pythia.tokenizer)
     assert torch.equal(label_ids(None, batch), batch.exact.answers[:, 0])
     for words, ids in zip(batch.columns["marks"], batch.exact.answers[:, 0].tolist(), strict=True):

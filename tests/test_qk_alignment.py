@@ -10,7 +10,7 @@ import transformers
 from llmgeom.batch import Batch
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Capture, Site
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.probe import WHOLE, ProbeInput
 from llmgeom.probes import qk_alignment
 from llmgeom.probes.qk_alignment import BEST, CHANGE, LAST, PLACES
@@ -187,16 +187,16 @@ def test_a_head_that_chance_made_largest_is_not_above_its_null():
     np.testing.assert_array_equal(value, np.where(half == 0, each[0, 1], each[0, 2]))
 
 
-def untrained(seed: int) -> Subject:
+def untrained(seed: int) -> Model:
     config = transformers.GPT2Config(
         vocab_size=RECALL.vocabulary, n_positions=16, n_embd=32, n_layer=2, n_head=2, initializer_range=0.18
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Subject.of(transformers.GPT2LMHeadModel(config))
+        return Model.of(transformers.GPT2LMHeadModel(config))
 
 
-def matching() -> Subject:
+def matching() -> Model:
     """Two layers of one head: the first attends evenly, the second to every token like the query's; nothing is written.
 
     Embeddings are one-hot, positions nothing, so that a layer norm keeps equal tokens equal and others at one angle.
@@ -216,7 +216,7 @@ def matching() -> Subject:
         model.transformer.h[1].attn.c_attn.weight[:, : 2 * width] = torch.cat([strong, strong], 1)
         # Elsewhere keys have a direction too, or their cosines would be 0 over 0; queries of 0 see them all alike.
         model.transformer.h[0].attn.c_attn.weight[:, width : 2 * width] = strong
-    return Subject.of(model, name="matching")
+    return Model.of(model, name="matching")
 
 
 def test_a_model_set_by_hand_to_look_at_the_matching_key():

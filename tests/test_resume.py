@@ -8,8 +8,8 @@ import torch
 from llmgeom.batch import Batch, Tokens
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit, Resume, Where
+from llmgeom.model.model import Model
 from llmgeom.model.resume import clean_pass
-from llmgeom.model.subject import Subject
 from tests.families import FAMILIES, ragged
 
 SITES = {Site.FINAL, Site.LOG_PROBS}
@@ -17,8 +17,8 @@ POINTS = ("residual", "query", "key", "value", "z", "attn_out", "mlp_out")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def subject(request) -> Subject:
-    return Subject.of(FAMILIES[request.param].model(), name=request.param)
+def subject(request) -> Model:
+    return Model.of(FAMILIES[request.param].model(), name=request.param)
 
 
 def moved(point, layer: int, first: torch.Tensor) -> Edit:
@@ -77,7 +77,7 @@ def test_layers_below_and_positions_before_do_not_run(subject):
 
 def test_a_forward_of_a_layer_s_own_stays():
     """accelerate, and users, set `forward` on a module: it runs, and is there afterwards."""
-    subject, batch, ran = Subject.of(FAMILIES["llama"].model(), name="llama"), ragged(), []
+    subject, batch, ran = Model.of(FAMILIES["llama"].model(), name="llama"), ragged(), []
     layer = subject.blocks[-1].layer
     plain = layer.forward
     layer.forward = own = lambda *args, **kwargs: (ran.append(1), plain(*args, **kwargs))[1]
@@ -89,7 +89,7 @@ def test_a_forward_of_a_layer_s_own_stays():
 
 def test_where_it_would_be_wrong_every_pass_is_whole(monkeypatch, caplog):
     """A family whose mask is not what the clean pass saw is noticed; an edited model has edits before the first."""
-    subject = Subject.of(FAMILIES["llama"].model(), name="llama")
+    subject = Model.of(FAMILIES["llama"].model(), name="llama")
     batch = ragged()
     with caplog.at_level(logging.INFO, "llmgeom"):
         assert clean_pass(subject.edit("value", 0, layers=0), batch) is None and "it has edits" in caplog.text

@@ -8,7 +8,7 @@ import pytest
 from llmgeom import wind_tunnels
 from llmgeom.claims import judge
 from llmgeom.errors import UserError
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.probe import ProbeInput
 from llmgeom.wind_tunnels.models.architectures import build
 from studies import routing_law
@@ -74,7 +74,7 @@ def test_where_the_formulas_are_not_the_gradients_nothing_is_measured():
 
 def test_reading_a_model_counts_what_its_gradients_say():
     """One head's numbers by plain loops over the pairs."""
-    subject, batch = Subject.of(FAMILIES["llama"].model()), ragged(lengths=(9, 5, 7, 8, 6, 4))
+    subject, batch = Model.of(FAMILIES["llama"].model()), ragged(lengths=(9, 5, 7, 8, 6, 4))
     batch = replace(batch, cluster=("a", "a", "b", "c", "d", "e"))
     found = routing_law.read(subject, batch)
     assert found.clusters.tolist() == ["a", "b", "c", "d", "e"]
@@ -101,13 +101,13 @@ def test_reading_a_model_counts_what_its_gradients_say():
 def test_without_its_baseline_the_law_is_wrong_and_with_one_a_scan_s_is():
     task = wind_tunnels.load_world("bijection:vocab=4,pairs=3")
     for arch in ("gpt2", "mamba2"):
-        subject = Subject.of(build(arch, vocabulary=task.vocabulary, length=task.length, width=8))
+        subject = Model.of(build(arch, vocabulary=task.vocabulary, length=task.length, width=8))
         assert routing_law.read(subject, task.truncated(8, 0)).rival.min() > 0.05
 
 
 def test_the_advantage_s_part_of_a_scan_is_that_of_its_squared_gradient():
     task = wind_tunnels.load_world("bijection:vocab=4,pairs=3")
-    subject = Subject.of(build("mamba2", vocabulary=task.vocabulary, length=task.length, width=8))
+    subject = Model.of(build("mamba2", vocabulary=task.vocabulary, length=task.length, width=8))
     found, one = routing_law.read(subject, task.truncated(6, 0)), routing(subject, task.truncated(6, 0)).layers[0]
     choice = one.seen & (one.seen.sum(-1, keepdim=True) > 1)
     whole, relative = one.law.score * choice, (one.share * one.advantage) * choice

@@ -13,8 +13,8 @@ from llmgeom.batch import Batch, Text
 from llmgeom.errors import UserError
 from llmgeom.model import controls, running
 from llmgeom.model.capture import Site
+from llmgeom.model.model import Model
 from llmgeom.model.passes import Observer
-from llmgeom.model.subject import Subject
 from llmgeom.plan import MAIN, Plan
 from llmgeom.probe import NO_CONTEXT, PERMUTED, UNTRAINED, Needs, ProbeInput, probe
 from llmgeom.probes import known
@@ -118,7 +118,7 @@ def test_a_repeated_run_reads_no_model_and_measures_again(pythia, tmp_path, monk
     options = {"controls": 2, "store": str(tmp_path / "captures")}
     first = run_probes(pythia, texts(*range(8)), probes_of, **options)
     monkeypatch.setattr(running, "one_pass", None)
-    monkeypatch.setattr(Subject, "untrained", None)
+    monkeypatch.setattr(Model, "untrained", None)
     monkeypatch.setattr(controls, "untrained", None)
     again = run_probes(pythia, texts(*range(8)), probes_of, **options)
     assert calls == [2, 2] and again.facts == first.facts

@@ -15,7 +15,7 @@ from llmgeom.commands.scan import RunConfig, perform as perform_scan, prepare
 from llmgeom.errors import Unavailable
 from llmgeom.model import hub, running
 from llmgeom.model.capture import Site
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.model.tokenizing import shuffle
 from llmgeom.probe import MATCHED, NO_CONTEXT, UNTRAINED, Needs
 from llmgeom.probes.value_manifold import unequal
@@ -36,9 +36,9 @@ SHAPE = {
 
 
 @pytest.fixture(scope="module")
-def subject() -> Subject:
+def subject() -> Model:
     torch.manual_seed(0)
-    return Subject.of(AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE)), None, "tiny")
+    return Model.of(AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE)), None, "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,7 @@ def test_an_inactive_window_is_said():
     from transformers import MistralConfig
 
     config = MistralConfig(**SHAPE, sliding_window=20)
-    subject = Subject.of(AutoModelForCausalLM.from_config(config), None, "windowed")
+    subject = Model.of(AutoModelForCausalLM.from_config(config), None, "windowed")
     tokens = Tokens(torch.ones(4, 9, dtype=torch.int64), torch.full((4,), 9))
     record = run_probes(subject, Batch(tokens, tuple("abcd"), {"name": "ones"}), {}, controls=20)
     assert "window inactive: the longest prompt has 9 tokens, the sliding window 20" in record.warnings

@@ -10,7 +10,7 @@ from llmgeom.cli import main
 from llmgeom.errors import UserError
 from llmgeom.flags import places, places_text
 from llmgeom.model.capture import Site
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from tests.families import FAMILIES, ragged
 from tests.refusals import refused
 
@@ -61,7 +61,7 @@ def test_what_names_no_place_is_refused(text):
 
 
 def test_a_capture_of_chosen_layers_holds_the_tensors_of_the_whole():
-    subject = Subject.of(FAMILIES["gpt_neox"].model(), name="tiny")
+    subject = Model.of(FAMILIES["gpt_neox"].model(), name="tiny")
     sites, depth = {Site.VALUE, Site.RESIDUAL, Site.ENTROPY}, subject.facts["layers"]
     every, last = subject.capture(ragged(), sites), subject.capture(ragged(), sites, layers=-1)
     kept = {key for key in every.tensors if key[1] in (-1, depth - 1, depth)}
@@ -149,7 +149,7 @@ def test_every_command_reads_layers_alike(tmp_path):
 
     (tmp_path / "lab.jsonl").write_text("".join(f'{{"text": "{i} a b c", "lab": {i % 2}}}\n' for i in range(60)))
     whole = {"model": "pocket:llama", "nulls": 1}
-    pythia = Subject.load("pocket:llama", device="cpu")
+    pythia = Model.load("pocket:llama", device="cpu")
     depth = pythia.facts["layers"]
     for text, expected in (("-1", (depth - 1,)), ("0:3:2", (0, 2)), (f"-{depth},1", (0, 1))):
         asked = probe.RunConfig(**whole, prompts=str(tmp_path / "lab.jsonl"), target="lab", layers=text)

@@ -20,7 +20,7 @@ from llmgeom.model import batching, running
 from llmgeom.model.batching import group_batches
 from llmgeom.model.capture import Capture, Site, nbytes
 from llmgeom.model.edits import Edit
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.run import run_probes
 from tests.families import FAMILIES, USUAL, apart, ragged
 from tests.refusals import refused
@@ -31,11 +31,11 @@ LENGTHS = (9, 23, 3, 17, 2, 11, 5)
 
 
 @pytest.fixture(scope="module")
-def model() -> Subject:
-    return Subject.of(FAMILIES["llama"].model(), name="llama")
+def model() -> Model:
+    return Model.of(FAMILIES["llama"].model(), name="llama")
 
 
-def capture(of: Subject, root: Path, **options) -> Capture:
+def capture(of: Model, root: Path, **options) -> Capture:
     return of.capture(ragged(lengths=LENGTHS), SITES, batch_tokens=24, store=str(root), **options)
 
 
@@ -85,7 +85,7 @@ def latent():
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "qwen2", "opt", "latent"])
 @pytest.mark.parametrize("positions", ["query", "all"])
 def test_sizes_are_told_exactly_before_anything_runs(name, positions):
-    of = Subject.of(latent() if name == "latent" else FAMILIES[name].model())
+    of = Model.of(latent() if name == "latent" else FAMILIES[name].model())
     made = of.capture(ragged(lengths=(23,)), Site, positions=positions)
     rows = 23 if positions == "all" else 1
     for site in Site:
@@ -187,7 +187,7 @@ def test_a_damaged_shard_is_named_set_aside_and_made_again(model, tmp_path, monk
     damage, why = DAMAGE[kind]
     plain = capture(model, tmp_path / "a")
     clean = contents(tmp_path / "a")
-    other = Subject.of(FAMILIES["llama"].model(1), name="llama")
+    other = Model.of(FAMILIES["llama"].model(1), name="llama")
     capture(other, tmp_path / "b")
     damage(shards(tmp_path / "a")[0], shards(tmp_path / "b"))
     (odd,) = [p for p in shards(tmp_path / "a") if clean.get(str(p.relative_to(tmp_path / "a"))) != p.read_bytes()]
@@ -316,7 +316,7 @@ TWO = textwrap.dedent(
     import json, os, sys, time
     import torch
     from llmgeom.model import running
-    from tests.test_store import FAMILIES, LENGTHS, SITES, Subject, capture
+    from tests.test_store import FAMILIES, LENGTHS, SITES, Model, capture
     torch.set_num_threads(1)
     root, begun = sys.argv[1], sys.argv[2]
     whole = running.one_pass
@@ -332,7 +332,7 @@ TWO = textwrap.dedent(
             time.sleep(0.2)
             return whole(self, work, members)
         running.one_pass = slowly
-        made = capture(Subject.of(FAMILIES["llama"].model(), name="llama"), root)
+        made = capture(Model.of(FAMILIES["llama"].model(), name="llama"), root)
         with open(f"{begun}-{name}", "w") as file:
             json.dump([len(ran), made.value.double().sum().item()], file)
         os._exit(0)

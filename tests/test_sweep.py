@@ -9,7 +9,7 @@ import pytest
 
 from llmgeom import wind_tunnels
 from llmgeom.dynamics import processes
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.probes.posterior.answers import grade
 from llmgeom.progress import shown
 from llmgeom.wind_tunnels.training_config import Training
@@ -42,7 +42,7 @@ def test_cells_run_in_processes_and_a_finished_one_is_not_run_again(tmp_path, mo
     assert told[0][1:3] == (0, 2) and told[-1][1:3] == (2, 2)
     monkeypatch.setattr(processes, "ProcessPoolExecutor", lambda *_, **__: pytest.fail("ran again"))
     assert sweep.sweep(cells, tmp_path, 20) == found
-    subject, task = Subject.load(str(tmp_path / "a/seed1")), wind_tunnels.load_world("coin:steps=3")
+    subject, task = Model.load(str(tmp_path / "a/seed1")), wind_tunnels.load_world("coin:steps=3")
     made = grade(subject, task, 20, 1)
     assert found["a/seed1"]["kl"] == pytest.approx(made.kl) and found["a/seed1"]["skill"] == pytest.approx(made.skill)
     assert found["a/seed0"]["kl"] != found["a/seed1"]["kl"]

@@ -9,7 +9,7 @@ import torch
 from llmgeom.batch import Batch
 from llmgeom.claims import entries
 from llmgeom.model.capture import Site
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.probes import known
 from llmgeom.probes.shared import representation_geometry
 from llmgeom.probes.shared.representation_geometry import R2, RHO, Axis
@@ -35,14 +35,14 @@ OF_CONTEXT = {
 CONFIRMED = ("holds", "small")
 
 
-def domain_sample(subject: Subject, domain: str, seed: int, n: int = 60) -> Batch:
+def domain_sample(subject: Model, domain: str, seed: int, n: int = 60) -> Batch:
     pool = Domain(domain).sample(5 * n, seed)
     return pools.stratify(pool, subject.entropy(pool), n, seed=seed)
 
 
-def without_attention(name: str) -> Subject:
+def without_attention(name: str) -> Model:
     """A pocket model whose attention writes nothing: W_O and its bias are 0."""
-    subject = Subject.load(f"pocket:{name}", device="cpu")
+    subject = Model.load(f"pocket:{name}", device="cpu")
     with torch.no_grad():
         for block in subject.blocks:
             inner = dict(block.attention.named_children())
@@ -129,7 +129,7 @@ def test_a_task_whose_exact_entropy_is_a_function_of_position_is_not_measured():
 
 def test_a_model_that_answers_the_marginal_is_not_measured_on_its_own_entropy():
     """As models trained on exchanged targets do: their entropy varies by rounding, which a rank would follow."""
-    subject = Subject.load("pocket:llama", device="cpu")
+    subject = Model.load("pocket:llama", device="cpu")
     batch = domain_sample(subject, "math", 0)
     with torch.no_grad():
         subject.model.lm_head.weight *= 1e-3

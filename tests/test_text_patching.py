@@ -12,7 +12,7 @@ from llmgeom.batch import Batch, Tokens
 from llmgeom.cli import main
 from llmgeom.commands.patch import question_of_text
 from llmgeom.errors import UserError
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis
 from llmgeom.probes.interventions.text_pairs import BEFORE, ROLES, TextPairs
 from llmgeom.probes.interventions.text_patching import (
@@ -158,7 +158,7 @@ def test_a_process_with_two_sources_or_a_layer_that_is_not_there_is_refused(pyth
 D, LENGTH, AT = 64, 8, 2  # width, tokens of a prompt, place of the mark
 
 
-def one_path(relay: bool) -> Subject:
+def one_path(relay: bool) -> Model:
     """Two layers of attention with weights set by hand; what can be read at the last token came along one path.
 
     With `relay`: layer 0 moves a mark to the token after it, and layer 1 moves it on to the last token. Without:
@@ -198,7 +198,7 @@ def one_path(relay: bool) -> Subject:
                 qkv[moved if relay else token, value.start : value.start + 16] = eye
                 out[:16, answer] = eye
         model.lm_head.weight[:, answer] = eye
-    return Subject.of(model, name="by hand")
+    return Model.of(model, name="by hand")
 
 
 def by_hand(n: int = 12) -> TextPairs:

@@ -13,7 +13,7 @@ from llmgeom.batch import Batch
 from llmgeom.errors import Unavailable, UnsupportedModel
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.edits import Edit
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from tests.families import FAMILIES, VOCAB, WIDE, Family, apart, first, hooked, outputs, prompts, ragged
 from tests.refusals import refused
 
@@ -63,7 +63,7 @@ class Case:
     id: str
     family: Family
     model: Any
-    subject: Subject
+    subject: Model
     batch: Batch
 
     @cached_property
@@ -92,7 +92,7 @@ class Case:
 @pytest.fixture(scope="module", params=CASES)
 def case(request) -> Case:
     family = CASES[request.param]
-    subject = Subject.of(family.model().double(), name=request.param, backend="tl")
+    subject = Model.of(family.model().double(), name=request.param, backend="tl")
     return Case(request.param, family, family.model().double(), subject, ragged())
 
 
@@ -261,7 +261,7 @@ def test_a_twin_is_read_by_the_same_backend(case):
 @pytest.mark.parametrize("name", ["gpt_neox", "mistral", "gpt2"])
 def test_both_backends_say_the_same(name):
     model, batch = FAMILIES[name].model().double(), ragged()
-    ours, lens = Subject.of(model, name=name), Subject.of(model, name=name, backend="tl")
+    ours, lens = Model.of(model, name=name), Model.of(model, name=name, backend="tl")
     assert {k: ours.facts[k] for k in ("kv_heads", "head_dim", "window")} == {
         k: lens.facts[k] for k in ("kv_heads", "head_dim", "window")
     }
@@ -286,7 +286,7 @@ def test_a_bridge_that_reads_otherwise_is_refused():
     shape = {"num_hidden_layers": 3, "num_attention_heads": HEADS, "new_decoder_architecture": True, "num_kv_heads": 2}
     model = Family("falcon", WIDE | shape).model()
     with refused(UnsupportedModel, "TransformerLens"):
-        Subject.of(model, name="falcon", backend="tl").check()
+        Model.of(model, name="falcon", backend="tl").check()
 
 
 def test_load_through_the_bridge(tmp_path):
@@ -297,11 +297,11 @@ def test_load_through_the_bridge(tmp_path):
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="0").save_pretrained(tmp_path)
     CASES["bloom"].model().save_pretrained(tmp_path)
-    subject = Subject.load(str(tmp_path), backend="tl", device="cpu")
+    subject = Model.load(str(tmp_path), backend="tl", device="cpu")
     assert subject.facts["dtype"] == "float32"
     assert subject.forward.backend == "tl" and subject.facts["self_check"]["logits"] < 1e-4
     with refused(Unavailable, "--backend tl reads it"):
-        Subject.load(str(tmp_path), device="cpu").capture("3 4", "key")
+        Model.load(str(tmp_path), device="cpu").capture("3 4", "key")
 
 
 @torch.no_grad()
@@ -310,7 +310,7 @@ def test_keys_and_queries_of_a_model_without_rotary_embedding_are_given():
     shape = {"d_model": 64, "n_heads": 8, "n_layers": 2, "max_seq_len": 64, "vocab_size": VOCAB}
     family = Family("mpt", shape, layers="transformer.blocks", attention="attn", projection="Wqkv")
     model = family.model().double()
-    seen = Subject.of(model, name="mpt", backend="tl").capture(ragged(), {Site.KEY, Site.QUERY}, positions="all")
+    seen = Model.of(model, name="mpt", backend="tl").capture(ragged(), {Site.KEY, Site.QUERY}, positions="all")
     for prompt, ids in enumerate(prompts(ragged())):
         (projected,) = outputs(model, [family.layer(model, 1).get_submodule("attn.Wqkv")], ids)
         for site, wanted in zip(("query", "key"), projected.split(64, -1), strict=False):

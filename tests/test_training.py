@@ -14,7 +14,7 @@ from llmgeom import wind_tunnels
 from llmgeom.answers import corrupt_predictive, corrupt_targets
 from llmgeom.cli import main
 from llmgeom.errors import UserError
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.wind_tunnels import trainer as one_run, training as trainer
 from llmgeom.wind_tunnels.checkpoint import snapshot_steps
 from llmgeom.wind_tunnels.trainer import entropy_floor, kl_to_exact
@@ -115,10 +115,10 @@ def test_snapshots_are_subjects_and_the_first_is_the_untrained_model(tmp_path):
     done = train(SMALL, tmp_path / "a")
     kept = {int(p.name.removeprefix("step")) for p in (done.out / "snapshots").iterdir()}
     assert kept == snapshot_steps(60, 12) and {0, 1, 60} <= kept
-    first = Subject.load(str(done.out / "snapshots/step0"))
+    first = Model.load(str(done.out / "snapshots/step0"))
     assert first.weight_hash == first.initial(SMALL.seed).weight_hash
-    last = Subject.load(str(done.out / "snapshots/step60"))
-    assert last.weight_hash == Subject.load(str(done.out)).weight_hash != first.weight_hash
+    last = Model.load(str(done.out / "snapshots/step60"))
+    assert last.weight_hash == Model.load(str(done.out)).weight_hash != first.weight_hash
 
 
 def test_snapshot_steps_grow_geometrically():
@@ -219,8 +219,8 @@ def test_fine_tuning_starts_from_the_weights_given(tmp_path):
     asked = trainer.replace(SMALL, start=str(first.out), steps=1, warmup=1000)
     second = train(asked, tmp_path / "b")
     assert second.kl == pytest.approx(first.kl, abs=1e-3)
-    begun = Subject.load(str(second.out / "snapshots/step0"))
-    assert begun.weight_hash == Subject.load(str(first.out)).weight_hash
+    begun = Model.load(str(second.out / "snapshots/step0"))
+    assert begun.weight_hash == Model.load(str(first.out)).weight_hash
     with refused(UserError, 8, "bijection", 16):
         train(trainer.replace(asked, task="bijection"), tmp_path / "c")
 
@@ -236,7 +236,7 @@ def test_a_seed_decides_the_fine_tuning_of_a_model_with_dropout(tmp_path):
     first = train(tuned, tmp_path / "first")
     torch.rand(7)
     assert files(train(tuned, tmp_path / "again").out) == files(first.out)
-    read = Subject.load(str(first.out)).model
+    read = Model.load(str(first.out)).model
     assert read.config.resid_pdrop == 0.5
     assert first.kl == pytest.approx(kl_to_exact(read, task, 0.0, 0, "train/judged"))
 
@@ -245,7 +245,7 @@ def test_a_pocket_model_can_be_fine_tuned(tmp_path):
     asked = Training("coin:steps=4", start="pocket:llama", steps=30, batch=16, lr="1e-3", warmup=5, snapshots=2)
     done = train(asked, tmp_path / "a")
     task = wind_tunnels.load_world(asked.task)
-    untrained = Subject.load("pocket:llama").model
+    untrained = Model.load("pocket:llama").model
     assert done.kl < 0.5 < kl_to_exact(untrained, task, 0.0, 0)
 
 

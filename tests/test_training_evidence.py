@@ -9,7 +9,7 @@ import torch
 
 from llmgeom import wind_tunnels
 from llmgeom.errors import UserError
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.probes.posterior.answers import grade
 from llmgeom.wind_tunnels.trainer import Trainer, answer_sheet
 from llmgeom.wind_tunnels.training import train
@@ -116,7 +116,7 @@ def test_what_is_learnt_is_what_the_bench_says(tmp_path):
     kl, entropies = {}, {}
     for evidence in ("kept", "exchanged", "unbound", "sheet"):
         train(replace(asked, evidence=evidence), tmp_path / evidence, device="cpu")
-        made = grade(Subject.load(str(tmp_path / evidence)), PAIRS, 200, 0)
+        made = grade(Model.load(str(tmp_path / evidence)), PAIRS, 200, 0)
         kl[evidence], entropies[evidence] = made.kl, made.mae_abs
     assert kl["kept"] < 0.04 and kl["unbound"] < 0.04
     even = np.mean([math.log2(5 / left) for left in (5, 4, 3, 2)])  # an even answer over all values

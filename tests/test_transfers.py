@@ -16,8 +16,8 @@ from llmgeom.errors import UserError
 from llmgeom.files import sha256
 from llmgeom.model import no_context
 from llmgeom.model.capture import Site
+from llmgeom.model.model import Model
 from llmgeom.model.passes import Observer
-from llmgeom.model.subject import Subject
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
 from tests import far
@@ -33,9 +33,9 @@ PACKED = "transformers.masking_utils.find_packed_sequence_indices"
 def test_a_batch_is_one_copy_to_the_host_and_nothing_of_ours_waits_before_it(name, positions):
     batch = ragged()
     options = {"positions": positions, "batch_tokens": 46}
-    expected = Subject.of(FAMILIES[name].model()).capture(batch, Site, **options)
+    expected = Model.of(FAMILIES[name].model()).capture(batch, Site, **options)
     with far.Counted():
-        there = Subject.of(far.elsewhere(FAMILIES[name].model()))
+        there = Model.of(far.elsewhere(FAMILIES[name].model()))
         assert not there.unavailable(Site)  # its writes are checked once, in passes of their own
     with far.Counted() as seen:
         found = there.capture(batch, Site, **options)
@@ -57,9 +57,9 @@ def observers() -> list[Observer]:
 
 def test_what_observers_compute_on_the_device_is_what_they_compute_on_the_host():
     name, options = "llama", {"observers": observers(), "batch_tokens": 46}
-    expected = Subject.of(FAMILIES[name].model()).capture(ragged(), (), **options)
+    expected = Model.of(FAMILIES[name].model()).capture(ragged(), (), **options)
     with far.Counted():
-        there = Subject.of(far.elsewhere(FAMILIES[name].model()))
+        there = Model.of(far.elsewhere(FAMILIES[name].model()))
         there.capture(ragged(), (), **options)  # how to unembed, and its writes, are checked once
     with far.Counted() as seen:
         found = there.capture(ragged(), (), **options)
@@ -71,9 +71,9 @@ def test_what_observers_compute_on_the_device_is_what_they_compute_on_the_host()
 
 def test_half_precision_arrives_as_it_left():
     batch = ragged()
-    expected = Subject.of(FAMILIES["llama"].model().to(torch.bfloat16)).capture(batch, {Site.VALUE, Site.ENTROPY})
+    expected = Model.of(FAMILIES["llama"].model().to(torch.bfloat16)).capture(batch, {Site.VALUE, Site.ENTROPY})
     with far.Counted():
-        there = Subject.of(far.elsewhere(FAMILIES["llama"].model().to(torch.bfloat16)))
+        there = Model.of(far.elsewhere(FAMILIES["llama"].model().to(torch.bfloat16)))
         found = there.capture(batch, {Site.VALUE, Site.ENTROPY})
     # It travels in bfloat16; `value` gives float32, since numpy has no bfloat16.
     assert found.tensors[Site.VALUE, 0].dtype == torch.bfloat16 and found.value.dtype == torch.float32
@@ -86,7 +86,7 @@ def test_logits_that_are_not_finite_are_still_named():
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[0, 0] = torch.inf
     with far.Counted(), refused(UserError, "prompt 1", "layer 1"):
-        Subject.of(far.elsewhere(model)).capture(ragged(), {Site.ENTROPY})
+        Model.of(far.elsewhere(model)).capture(ragged(), {Site.ENTROPY})
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ COMMANDS = {
 
 def ordinary() -> list[str]:
     """Hashes of what a file of weights does not have, and of a pass, of a model that is loaded onto the CPU now."""
-    subject = Subject.load("pocket:pythia", device="cpu")
+    subject = Model.load("pocket:pythia", device="cpu")
     found = subject.capture(["The shop sold three apples and two pears", "One plus two is"], Site)
     tensors = [*subject.model.buffers(), *(tensor for _, tensor in sorted(found.tensors.items()))]
     return [sha256(tensor.contiguous().numpy().tobytes()) for tensor in tensors]

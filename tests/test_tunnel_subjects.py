@@ -15,7 +15,7 @@ from llmgeom.cli import main
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.grading import Origin
 from llmgeom.model.capture import ATTENDING, Site
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.model.tokenizing import shuffle
 from llmgeom.probes import known
 from llmgeom.probes.posterior.answers import grade
@@ -62,7 +62,7 @@ def trained(tmp_path_factory):
 )
 def test_every_architecture_trains_loads_and_grades_on_tokens_and_rows(trained, task, arch):
     """What is captured at a query is what the model itself says there, and so is what is graded."""
-    subject, tunnel = Subject.load(str(trained(task, arch))), wind_tunnels.load_world(task)
+    subject, tunnel = Model.load(str(trained(task, arch))), wind_tunnels.load_world(task)
     batch = tunnel.sample(6, 0, "held-out")
     query = torch.tensor(tunnel.query)
     with torch.no_grad():
@@ -77,13 +77,13 @@ def test_every_architecture_trains_loads_and_grades_on_tokens_and_rows(trained, 
 
 @pytest.mark.parametrize("task", wind_tunnels.names())
 def test_every_task_trains_and_grades(trained, task):
-    made = grade(Subject.load(str(trained(task, "neox"))), wind_tunnels.load_world(task), 20, 0)
+    made = grade(Model.load(str(trained(task, "neox"))), wind_tunnels.load_world(task), 20, 0)
     assert made.kl > 0 and np.isfinite(made.skill)
 
 
 @pytest.mark.parametrize("arch", WITHOUT)
 def test_what_a_model_without_attention_does_not_have_is_said(trained, arch):
-    subject = Subject.load(str(trained("bijection:vocab=4,pairs=3", arch)))
+    subject = Model.load(str(trained("bijection:vocab=4,pairs=3", arch)))
     batch = wind_tunnels.load_world("bijection:vocab=4,pairs=3").truncated(4, 0)
     assert {Site.KEY, Site.VALUE, Site.QUERY, Site.Z, Site.ATTENTION, Site.ATTN_OUT} <= ATTENDING
     for site in ATTENDING:
@@ -93,7 +93,7 @@ def test_what_a_model_without_attention_does_not_have_is_said(trained, arch):
 
 
 def test_a_scan_of_a_model_without_attention_is_grey_rows_with_the_reason(trained):
-    subject = Subject.load(str(trained("hmm:steps=4", "lstm")))
+    subject = Model.load(str(trained("hmm:steps=4", "lstm")))
     record = run_probes(
         subject, wind_tunnels.load_world("hmm:steps=4").truncated(12, 0, "held-out"), known(), controls=2
     )
@@ -130,7 +130,7 @@ def test_a_dry_run_counts_the_sequences_asked_for(trained, tmp_path):
     result = CliRunner().invoke(main, [*asked, "--out", str(tmp_path / "run")])
     assert result.exit_code == 0, result.output
     cost = json.loads(result.stdout)
-    assert cost["parameters"] == Subject.load(str(folder)).facts["parameters"]
+    assert cost["parameters"] == Model.load(str(folder)).facts["parameters"]
     row = cost["sources"]["bijection:vocab=4,pairs=3"]
     lengths = wind_tunnels.load_world("bijection:vocab=4,pairs=3").truncated(250, 0, "held-out").inputs.lengths
     assert row["prompts"] == 250 and row["tokens"] > 5 * int(lengths.sum())  # itself, untrained controls and shuffles
@@ -167,7 +167,7 @@ def test_rows_are_shuffled_whole():
 
 
 def test_keys_of_tokens_are_not_asked_of_a_model_that_reads_rows(trained):
-    subject = Subject.load(str(trained("hmm:steps=4", "neox")))
+    subject = Model.load(str(trained("hmm:steps=4", "neox")))
     cut = wind_tunnels.load_world("hmm:steps=4").truncated(12, 0, "held-out")
     record = run_probes(subject, cut, known(["key_orthogonality", "value_manifold"]), controls=2)
     assert "rows of real numbers" in record.unmeasured["key_orthogonality"] and "value_manifold" in record.results
@@ -188,7 +188,7 @@ def test_keys_of_tokens_are_not_asked_of_a_model_that_reads_rows(trained):
     ],
 )
 def test_inputs_that_a_model_does_not_read_are_refused(trained, task, inputs, named):
-    subject = Subject.load(str(trained(task, "neox")))
+    subject = Model.load(str(trained(task, "neox")))
     with refused(UserError, *named):
         subject.capture(Batch(inputs, ("a", "b"), {"kind": "test"}), {Site.ENTROPY})
 
@@ -207,7 +207,7 @@ def test_the_task_of_the_docs_trains_and_is_graded(tmp_path):
     assert graded.exit_code == 0, graded.output
     body = json.loads(graded.stdout)
     assert any("memorisable: there are six hypotheses" in warning for warning in body["warnings"])
-    made = grade(Subject.load(out), wind_tunnels.load_world(spec), 500, 0)
+    made = grade(Model.load(out), wind_tunnels.load_world(spec), 500, 0)
     assert made.kl < 0.7 * made.trivial["uniform"].kl.mean()
 
 

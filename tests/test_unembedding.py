@@ -5,7 +5,7 @@ import torch
 
 from llmgeom.errors import Unavailable
 from llmgeom.model.capture import Site
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.wind_tunnels.models import build
 from llmgeom.wind_tunnels.worlds.bijection import Bijection
 from llmgeom.wind_tunnels.worlds.hmm import HMM
@@ -22,7 +22,7 @@ def tunnel(arch, task):
 def test_the_lens_says_what_the_model_with_its_later_layers_cut_off_says(name):
     family = FAMILIES[name]
     model = family.model()
-    subject = Subject.of(model, name=name)
+    subject = Model.of(model, name=name)
     seen = subject.capture(ragged(), {Site.RESIDUAL, Site.LOG_PROBS, Site.FINAL})
     says = [subject.unembed(residual) for residual in seen.layers(Site.RESIDUAL)]
     assert torch.equal(says[-1].argmax(-1), seen.log_probs.argmax(-1))
@@ -38,7 +38,7 @@ def test_the_lens_says_what_the_model_with_its_later_layers_cut_off_says(name):
 @pytest.mark.parametrize("arch", ["gpt2", "lstm", "mamba2", "mlp", "flat"])
 @pytest.mark.parametrize("task", [Bijection(), HMM(steps=4)], ids=lambda task: task.title)
 def test_tunnel_models_have_a_lens_with_and_without_attention(arch, task):
-    subject = Subject.of(tunnel(arch, task), name=arch)
+    subject = Model.of(tunnel(arch, task), name=arch)
     batch = task.sample(3, 0)
     seen = subject.capture(batch, {Site.RESIDUAL, Site.FINAL, Site.LOG_PROBS})
     assert (subject.unembed(seen.layers(Site.RESIDUAL)[-1]) - seen.log_probs).abs().max() < 1e-5
@@ -48,13 +48,13 @@ def test_tunnel_models_have_a_lens_with_and_without_attention(arch, task):
 def test_a_model_whose_way_to_its_logits_is_not_known_has_no_lens(monkeypatch):
     model = FAMILIES["llama"].model()
 
-    subject = Subject.of(model, name="odd")
+    subject = Model.of(model, name="odd")
     seen = subject.capture(ragged(), {Site.RESIDUAL})
     model.model.norm.register_forward_hook(lambda _m, _a, out: out.roll(1, -1))
     assert subject.unembed(seen.layers(Site.RESIDUAL)[0]).isfinite().all(), "a hook is part of the norm"
     model.register_forward_hook(lambda _m, _a, out: setattr(out, "logits", out.logits.sin()) or out)
     with refused(Unavailable, "odd", "llama", "logits"):
-        Subject.of(model, name="odd").unembed(seen.layers(Site.RESIDUAL)[0])
+        Model.of(model, name="odd").unembed(seen.layers(Site.RESIDUAL)[0])
 
 
 # ---- exact answers, row by row ---------------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ def test_a_model_whose_way_to_its_logits_is_not_known_has_no_lens(monkeypatch):
 def test_exact_answers_stand_in_the_order_of_the_rows():
     task = HMM(steps=4)
     batch = task.sample(3, 0)
-    subject = Subject.of(tunnel("gpt2", task), name="tunnel")
+    subject = Model.of(tunnel("gpt2", task), name="tunnel")
     seen = subject.capture(batch.take([2, 0]), {Site.ENTROPY})
     for row in range(len(seen.prompt)):
         sequence, query = [2, 0][seen.prompt[row]], task.query.index(int(seen.position[row]))

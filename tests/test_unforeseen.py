@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from llmgeom.cli import main
 from llmgeom.errors import UserError
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from tests.hostile import ended
 
 SCAN = ("scan", "--domain", "math", "--limit", "20", "-q")
@@ -24,7 +24,7 @@ def fails(monkeypatch, tmp_path):
         def raises(*_, **__):
             raise error
 
-        monkeypatch.setattr(Subject, "load", raises)
+        monkeypatch.setattr(Model, "load", raises)
 
     return arm
 

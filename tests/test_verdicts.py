@@ -22,7 +22,7 @@ from llmgeom import claims
 from llmgeom.batch import Batch, Text, Tokens
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.model.tokenizing import shuffle
 from llmgeom.probe import MATCHED, ProbeInput
 from llmgeom.probes import known
@@ -90,7 +90,7 @@ def tokens(batch: Batch) -> Batch:
     return replace(batch, inputs=Tokens(ids, torch.tensor([len(row) for row in rows])))
 
 
-def model(width: int, seed: int) -> Subject:
+def model(width: int, seed: int) -> Model:
     """An untrained GPT-NeoX (16 and 64 wide) or Llama with grouped queries (32 wide); the middle one as initialised
     by default, the others with weights large enough to make attention and values uneven."""
     shape = dict(hidden_size=width, intermediate_size=2 * width, num_attention_heads=4, max_position_embeddings=32)
@@ -101,7 +101,7 @@ def model(width: int, seed: int) -> Subject:
         config = GPTNeoXConfig(**shape, initializer_range=width**-0.5)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Subject.of(AutoModelForCausalLM.from_config(config), None, f"untrained {width}")
+        return Model.of(AutoModelForCausalLM.from_config(config), None, f"untrained {width}")
 
 
 @cache

@@ -9,7 +9,7 @@ import transformers
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.model import weights
 from llmgeom.model.capture import Capture, Site
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.wind_tunnels.models.architectures import build
 from tests.families import FAMILIES, apart, first, hooked, prompts, ragged
 from tests.refusals import refused
@@ -22,7 +22,7 @@ class Case:
 
     def __init__(self, family) -> None:
         self.family = family
-        self.subject = Subject.of(family.model(), name=family.name)
+        self.subject = Model.of(family.model(), name=family.name)
         self.heads, self.kv_heads = self.subject.facts["heads"], self.subject.facts["kv_heads"]
         batch = ragged(lengths=(23,))
         self.capture: Capture = self.subject.capture(batch, {*Site}, positions="all")
@@ -97,8 +97,8 @@ def test_a_matrix_is_small_and_the_model_s_own_is_out_of_reach(case):
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
-def llama() -> Subject:
-    return Subject.of(FAMILIES["llama"].model(), name="tiny")
+def llama() -> Model:
+    return Model.of(FAMILIES["llama"].model(), name="tiny")
 
 
 @pytest.mark.parametrize(
@@ -131,13 +131,13 @@ def test_an_unknown_layout_is_unavailable():
     config = transformers.GPTBigCodeConfig(
         vocab_size=64, n_embd=32, n_layer=1, n_head=4, n_positions=32, bos_token_id=0, eos_token_id=1
     )
-    subject = Subject.of(transformers.GPTBigCodeForCausalLM(config), name="tiny")
+    subject = Model.of(transformers.GPTBigCodeForCausalLM(config), name="tiny")
     with refused(Unavailable, "tiny", "gpt_bigcode", "value weights"):
         weights.value_weight(subject, 0, 0)
 
 
 def test_a_model_without_attention_has_no_attention_weights():
-    subject = Subject.of(build("lstm", vocabulary=8, length=4, width=8, layers=1), name="tiny")
+    subject = Model.of(build("lstm", vocabulary=8, length=4, width=8, layers=1), name="tiny")
     for read in (weights.query_weight, weights.key_weight, weights.value_bias, weights.output_weight):
         with refused(Unavailable, "tiny", "lstm"):
             read(subject, 0, 0)

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 from llmgeom.errors import Unavailable, UnsupportedModel
 from llmgeom.model import running
 from llmgeom.model.capture import Site
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from tests.families import FAMILIES, USUAL, Family, ragged
 from tests.refusals import refused
 
@@ -22,7 +22,7 @@ SCALED_OR_NORMED = {  # what a module returns is not what is added to the stream
 @pytest.mark.parametrize("kind", SCALED_OR_NORMED)
 def test_a_write_that_is_not_what_is_added_is_neither_edited_nor_captured(kind):
     """No self-check was made at load: the model is in memory."""
-    subject = Subject.of(Family(kind, SCALED_OR_NORMED[kind]).model(), name=kind)
+    subject = Model.of(Family(kind, SCALED_OR_NORMED[kind]).model(), name=kind)
     for point in ("attn_out", "mlp_out"):
         with refused(Unavailable, kind, "residual in + writes is not residual out"):
             subject.edit(point, 0).capture(ragged(), {Site.LOG_PROBS})
@@ -42,7 +42,7 @@ SEVERAL = {  # residual streams
 
 @pytest.mark.parametrize("kind", SEVERAL)
 def test_a_model_of_several_residual_streams_is_refused(kind):
-    subject = Subject.of(Family(kind, SEVERAL[kind]).model(), name=kind)
+    subject = Model.of(Family(kind, SEVERAL[kind]).model(), name=kind)
     for refuse in (
         subject.check,
         lambda: subject.capture(ragged(), {Site.RESIDUAL}),
@@ -53,7 +53,7 @@ def test_a_model_of_several_residual_streams_is_refused(kind):
 
 
 def test_the_writes_of_a_model_in_memory_are_checked_once_and_without_its_edits(monkeypatch):
-    subject, passes, inner = Subject.of(FAMILIES["llama"].model()), [], running.one_pass
+    subject, passes, inner = Model.of(FAMILIES["llama"].model()), [], running.one_pass
     monkeypatch.setattr(running, "one_pass", lambda *given: passes.append(given) or inner(*given))
     for _ in range(2):
         edited = subject.edit("mlp_out", 0).edit("residual", lambda x: -x).capture(ragged(), {Site.MLP_OUT})
@@ -68,7 +68,7 @@ def test_a_hybrid_with_linear_attention_is_told_by_its_code():
     config = Family("qwen3_next", USUAL | kinds).config()
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    assert Subject.of(model, name="next").facts["attention_layers"] == [1]
+    assert Model.of(model, name="next").facts["attention_layers"] == [1]
 
 
 # ---- layers that differ ----------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def made(name: str, settings: dict):
 
 def test_values_of_layers_whose_heads_differ_are_read_layer_by_layer():
     settings = {"head_dim": 8, "global_head_dim": 16, "layer_types": TWO}
-    subject = Subject.of(made("Gemma4TextConfig", settings), name="it")
+    subject = Model.of(made("Gemma4TextConfig", settings), name="it")
     assert subject.facts["head_dim"] == 16 and subject.check()["rows"] < 1e-5
     seen = subject.capture(ragged(), {Site.VALUE})
     assert [x.shape[-1] for x in seen.layers(Site.VALUE)] == [8, 16]
@@ -93,7 +93,7 @@ def test_values_of_layers_whose_heads_differ_are_read_layer_by_layer():
 
 def test_layers_of_two_kinds_and_one_head_width_are_read():
     same = {"head_dim": 8, "global_head_dim": 8, "layer_types": TWO}
-    subject = Subject.of(made("Gemma4TextConfig", same), name="it")
+    subject = Model.of(made("Gemma4TextConfig", same), name="it")
     checked = subject.check()
     assert checked["logits"] == 0 and checked["rows"] < 1e-5
     assert [key.shape[1:] for key in subject.capture(ragged(), {Site.KEY}).layers(Site.KEY)] == [(2, 8), (2, 8)]

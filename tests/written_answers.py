@@ -12,7 +12,7 @@ from scipy import special
 
 from llmgeom.grading import question
 from llmgeom.model.layers import Block
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.run import Run
 from llmgeom.wind_tunnels.worlds.bijection import Bijection
 from llmgeom.world import Gaussian, Sequences, World
@@ -55,7 +55,7 @@ class Answers:
 
 
 @dataclass(frozen=True, eq=False)
-class Fake(Subject):
+class Fake(Model):
     def untrained(self, seed):
         return of(self.model.task, noise(self.model.task, seed), "untrained")
 

@@ -17,7 +17,7 @@ from llmgeom.model import hub
 
 if TYPE_CHECKING:
     from llmgeom.batch import Batch
-    from llmgeom.model.subject import Subject
+    from llmgeom.model.model import Model
     from llmgeom.plan import Plan
     from llmgeom.prompts.domains import Domain
     from llmgeom.world import World
@@ -144,7 +144,7 @@ def prepare(settings: RunConfig) -> Job:
     if settings.layers not in ("last", "each"):
         places("--layers", settings.layers, 1, strict=False, also="last, each")
 
-    def ask(subject: Subject) -> Plan:
+    def ask(subject: Model) -> Plan:
         from llmgeom.probes.interventions import axis_ablation, component_ablation, label_axis
 
         batch, options = draw(subject), settings.values("seed", "batch_tokens")
@@ -162,7 +162,7 @@ def prepare(settings: RunConfig) -> Job:
     return Job(settings, located, f"ablate-{drawn}-{what}", ask, files)
 
 
-Draw = Callable[["Subject"], "Batch"]  # the inputs for a model
+Draw = Callable[["Model"], "Batch"]  # the inputs for a model
 
 
 def _task(settings: RunConfig, located: hub.Located) -> World | None:
@@ -204,7 +204,7 @@ def _inputs(settings: RunConfig, task: World | None) -> tuple[Draw, str]:
     return partial(_stratified, settings, domain), domain.name
 
 
-def _evidence(settings: RunConfig, world: World, subject: Subject) -> Batch:
+def _evidence(settings: RunConfig, world: World, subject: Model) -> Batch:
     """Prompts of a world, in marks that the tokenizer has as one token."""
     from llmgeom.prompts import text
 
@@ -214,7 +214,7 @@ def _evidence(settings: RunConfig, world: World, subject: Subject) -> Batch:
     return text.sample(world, settings.n or PROCESS_PROMPTS, settings.seed, subject.tokenizer, **options)
 
 
-def _stratified(settings: RunConfig, domain: Domain, subject: Subject) -> Batch:
+def _stratified(settings: RunConfig, domain: Domain, subject: Model) -> Batch:
     """Prompts of a domain, spread over entropy."""
     from llmgeom.cache.shards import captures_folder
     from llmgeom.model.tokenizing import fitting

@@ -30,10 +30,10 @@ from llmgeom.flags import (
 from llmgeom.model import hub
 
 if TYPE_CHECKING:
-    from llmgeom.model.subject import Subject
+    from llmgeom.model.model import Model
     from llmgeom.record import Record
 
-AnySubject = TypeVar("AnySubject", bound="Subject")
+AnySubject = TypeVar("AnySubject", bound="Model")
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class ModelConfig(Config):
         decisive = (option.field for option in flags(type(self)) if option.field not in left_out)
         return digest(self.values(*decisive) | {"revision": located.revision} | more)
 
-    def subject(self, located: hub.Located, given: Subject | None = None) -> Subject:
+    def subject(self, located: hub.Located, given: Model | None = None) -> Model:
         """The model, unless it is given, as it reads prompts."""
         return self.reading(given or self.load(located))
 
@@ -181,11 +181,11 @@ class ModelConfig(Config):
         except Exception as error:
             raise hub.explain(error, located) from error
 
-    def load(self, located: hub.Located | None = None) -> Subject:
+    def load(self, located: hub.Located | None = None) -> Model:
         """The model, checked. Pass what `locate` returned: the run's hash and the weights are then of one commit."""
-        from llmgeom.model.subject import Subject
+        from llmgeom.model.model import Model
 
-        return Subject.load(
+        return Model.load(
             located or self.locate(),
             **self.values("dtype", "quantize", "device", "device_map", "backend", "offline", "trust_remote_code"),
             tokenizer_options=self.tokenizer_options,

@@ -24,7 +24,7 @@ from llmgeom.model.forward import probe_batch
 from llmgeom.model.loading import default_dtype, usable
 from llmgeom.optional import undisturbed
 from llmgeom.plan import MAIN, Plan
-from llmgeom.probe import UNTRAINED, Batch, Subject
+from llmgeom.probe import UNTRAINED, Batch, Model
 
 # Measured on one core: seconds to start, and that a probe measures, a row, layer and model; bytes of a page, and held
 # by libraries. A run holds at most this many times its weights, besides.
@@ -34,7 +34,7 @@ WIDTH = 100  # of a line
 
 
 @dataclass(frozen=True, eq=False)
-class Weightless(Subject):
+class Weightless(Model):
     """A model's shapes without its weights: its tokens are real, its entropies random numbers.
 
     Attributes:
@@ -77,7 +77,7 @@ class Weightless(Subject):
 
 
 def price(
-    settings: ModelConfig, located: hub.Located, asks: Iterable[Callable[[Subject], Plan]], out: Path
+    settings: ModelConfig, located: hub.Located, asks: Iterable[Callable[[Model], Plan]], out: Path
 ) -> dict[str, Any]:
     """What the plans read, as plain data; raises UserError as the command would.
 
@@ -134,7 +134,7 @@ def price(
 
 
 @torch.no_grad()
-def product(who: Subject, device: str) -> float:
+def product(who: Model, device: str) -> float:
     """Seconds of one multiplication in a product of 64 rows with a matrix as wide as the model, the fastest of five."""
     x = torch.randn(64, who.facts["d_model"], device=device, dtype=who.model.dtype)
     matrix = torch.randn(who.facts["d_model"], 8192, device=device, dtype=who.model.dtype)

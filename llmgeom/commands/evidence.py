@@ -19,7 +19,7 @@ from llmgeom.flags import LARGEST_SEED, flag, output_flag, prompt_flag
 from llmgeom.progress import bar, first_word, within
 
 if TYPE_CHECKING:
-    from llmgeom.model.subject import Subject
+    from llmgeom.model.model import Model
     from llmgeom.plan import Plan
     from llmgeom.record import Record
     from llmgeom.world import World
@@ -115,7 +115,7 @@ def main(settings: RunConfig, output: JobOutput) -> int:
     return show(out, records, output)
 
 
-def in_context(subject: Subject, settings: RunConfig) -> Shown:
+def in_context(subject: Model, settings: RunConfig) -> Shown:
     """Beliefs about one long sequence after another, and what simpler readers know."""
     found = subject.beliefs(settings.processes[0], length=settings.length, controls=settings.nulls, seed=settings.seed)
 
@@ -184,7 +184,7 @@ def worlds(settings: RunConfig) -> list[World]:
 
 
 def perform(
-    settings: RunConfig, subject: Subject | None = None, prepared: tuple[Path, list[Job]] | None = None
+    settings: RunConfig, subject: Model | None = None, prepared: tuple[Path, list[Job]] | None = None
 ) -> tuple[Path, list[Record]]:
     """Check, load, ask and save: a record for each world, the profile of several, and one page; (folder, records).
 
@@ -209,7 +209,7 @@ def perform(
     return out, records
 
 
-def question(subject: Subject, world: World, settings: RunConfig) -> Plan:
+def question(subject: Model, world: World, settings: RunConfig) -> Plan:
     """The question of one world: its answers, and the belief in the residual stream; of two exchangeable symbols also
     whether the answers stay where the exact one does (`prompts.text.CONDITIONS`).
 

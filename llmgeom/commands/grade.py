@@ -11,7 +11,7 @@ from llmgeom.commands.job import Job, JobOutput
 from llmgeom.flags import LARGEST_SEED, flag, output_flag
 
 if TYPE_CHECKING:
-    from llmgeom.model.subject import Subject
+    from llmgeom.model.model import Model
     from llmgeom.plan import Plan
     from llmgeom.record import Record
 
@@ -52,7 +52,7 @@ def prepare(settings: RunConfig) -> Job:
     origin = grading.Origin.of(located.path)
     task = origin.load_world(settings.task, settings.model)
 
-    def ask(subject: Subject) -> Plan:
+    def ask(subject: Model) -> Plan:
         return grading.question(subject, task, origin, **settings.values("n", "seed", "nulls", "batch_tokens"))
 
     return Job(settings, located, f"grade-{type(task).__name__.lower()}", ask)

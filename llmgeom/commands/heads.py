@@ -11,7 +11,7 @@ from llmgeom.commands.pictures import PictureConfig, Shown, run
 from llmgeom.flags import LARGEST_SEED, control_flag, measure_flag
 
 if TYPE_CHECKING:
-    from llmgeom.model.subject import Subject
+    from llmgeom.model.model import Model
 
 SHOWN = 3  # heads of each kind in the terminal
 
@@ -45,7 +45,7 @@ def main(settings: RunConfig, output: Output) -> int:
     return run(settings, output, lambda subject: look(subject, settings))
 
 
-def look(subject: Subject, settings: RunConfig) -> Shown:
+def look(subject: Model, settings: RunConfig) -> Shown:
     """Scores with the range of untrained copies, and the loss of copying."""
     heads = subject.heads(settings.length, settings.sequences, settings.controls, settings.seed)
     bands, frame = heads.attrs["untrained copies"], heads.frame()

@@ -15,12 +15,12 @@ from llmgeom.flags import output_flag
 from llmgeom.model import hub
 
 if TYPE_CHECKING:
-    from llmgeom.model.subject import Subject
+    from llmgeom.model.model import Model
     from llmgeom.plan import Plan
     from llmgeom.record import Record
 
 
-Ask = Callable[["Subject"], "Plan"]  # makes the plan for a loaded model
+Ask = Callable[["Model"], "Plan"]  # makes the plan for a loaded model
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Job:
         out: str | None = getattr(self.settings, "out")  # noqa: B009 (every command with a job has it)
         return Path(out) if out else config.run_folder(self.settings.model, self.located, self.what, self.spec)
 
-    def perform(self, subject: Subject | None = None) -> tuple[Path, Record]:
+    def perform(self, subject: Model | None = None) -> tuple[Path, Record]:
         """Load the model unless given, ask, save the record and its page. (folder, record)."""
         from llmgeom.cache.shards import captures_folder
         from llmgeom.run import Run

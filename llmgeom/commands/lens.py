@@ -12,7 +12,7 @@ from llmgeom.errors import UserError
 from llmgeom.flags import LARGEST_SEED, argument, control_flag, prompt_flag
 
 if TYPE_CHECKING:
-    from llmgeom.model.subject import Subject
+    from llmgeom.model.model import Model
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def main(settings: RunConfig, output: Output) -> int:
     )
 
 
-def one(subject: Subject, settings: RunConfig) -> Shown:
+def one(subject: Model, settings: RunConfig) -> Shown:
     """The grid of one prompt; in the terminal its last token."""
     lens = subject.lens(settings.prompt)
     answer, rank, token = lens.attrs["answers"][-1], lens["rank"][:, -1], lens["token"][:, -1]
@@ -69,7 +69,7 @@ def one(subject: Subject, settings: RunConfig) -> Shown:
     return Shown([sentence], [(lens, "probability"), (lens, "KL")], ["", head, *lines, ""])
 
 
-def many(subject: Subject, settings: RunConfig) -> Shown:
+def many(subject: Model, settings: RunConfig) -> Shown:
     """Curves over layers of the prompts of a file."""
     from llmgeom.prompts import files
 

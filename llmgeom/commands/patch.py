@@ -15,7 +15,7 @@ from llmgeom.errors import NO_TOKENIZER, UserError
 from llmgeom.flags import LARGEST_SEED, flag, output_flag, places, prompt_flag
 
 if TYPE_CHECKING:
-    from llmgeom.model.subject import Subject
+    from llmgeom.model.model import Model
     from llmgeom.plan import Plan
     from llmgeom.probes.labels.directions import SavedDirection
     from llmgeom.record import Record
@@ -105,7 +105,7 @@ def refuse_beside_prompts(settings: RunConfig, output: JobOutput) -> None:
         raise UserError("--dry-run with two prompts: they take seconds; leave it out")
 
 
-def look(subject: Subject, settings: RunConfig) -> Shown:
+def look(subject: Model, settings: RunConfig) -> Shown:
     """Which places restore the clean prompt's answer, by patches and by gradients."""
     import numpy as np
 
@@ -280,7 +280,7 @@ def edges(record: Record) -> Iterator[str]:
 
 
 def question_of_text(
-    subject: Subject,
+    subject: Model,
     process: World,
     *,
     n: int = 200,

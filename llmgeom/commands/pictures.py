@@ -18,7 +18,7 @@ from llmgeom.flags import output_flag
 from llmgeom.progress import bar, first_word
 
 if TYPE_CHECKING:
-    from llmgeom.model.subject import Subject
+    from llmgeom.model.model import Model
     from llmgeom.verbs.reading import Reading
 
 STYLE = (
@@ -46,7 +46,7 @@ class PictureConfig(config.ChatConfig):
     out: str | None = output_flag(None, "Folder of report.html and numbers.csv. [default: runs/MODEL-VERB-HASH]")
 
 
-def run(settings: Any, output: Output, look: Callable[[Subject], Shown]) -> int:
+def run(settings: Any, output: Output, look: Callable[[Model], Shown]) -> int:
     """Load the model, look, print the sentences and lines, write the page and the numbers; the exit code.
 
     `settings` are of a command that reads one model, with `out`.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from llmgeom.batch import Batch
-    from llmgeom.model.subject import Subject
+    from llmgeom.model.model import Model
     from llmgeom.plan import Plan
     from llmgeom.probes.labels.probe import LabelProbe
     from llmgeom.prompts.logs import AnswerLog
@@ -117,7 +117,7 @@ def best_places(record: Record) -> Iterator[str]:
             yield f"{record.facts['target']}, {name.removeprefix(WHERE)}: {sentence}"
 
 
-def perform(settings: RunConfig, subject: Subject | None = None) -> tuple[Path, Record]:
+def perform(settings: RunConfig, subject: Model | None = None) -> tuple[Path, Record]:
     """Check, load, measure, save the record and its page; (folder, record)."""
     if settings.log:
         return _logged(settings)
@@ -180,13 +180,13 @@ def _asked_label(settings: RunConfig, batch: Batch) -> Ask:
         if name in batch.columns:
             batch.column(name)
 
-    def chosen(subject: Subject) -> tuple[int, ...] | None:
+    def chosen(subject: Model) -> tuple[int, ...] | None:
         if settings.layers == "all":
             return None
         after = probe.sites == ("residual",)  # of the stream alone there is one more, after the last layer
         return places("--layers", settings.layers, subject.facts["layers"], after=after)
 
-    def ask(subject: Subject) -> Plan:
+    def ask(subject: Model) -> Plan:
         from llmgeom.plan import Plan
         from llmgeom.probes.labels.inputs import queried
 
@@ -220,7 +220,7 @@ def _asked_answers(settings: RunConfig, batch: Batch, column: str) -> Ask:
         prompts = prompt_columns(batch, record, answers, column)
         return replace(record, prompts=prompts, facts={**record.facts, "prompts": len(batch)})
 
-    def ask(subject: Subject) -> Plan:
+    def ask(subject: Model) -> Plan:
         """Each prompt is read once for every answer."""
         from llmgeom.plan import Plan
 

@@ -29,7 +29,7 @@ from llmgeom.record import Record, Records, finished
 if TYPE_CHECKING:
     import numpy as np
 
-    from llmgeom.model.subject import Subject
+    from llmgeom.model.model import Model
     from llmgeom.plan import Plan
 
 NOT_YET = "the mixed prompts that a domain is compared with are not read yet"
@@ -78,7 +78,7 @@ def main(settings: RunConfig, output: ScanOutput) -> int:
 
 
 def scan(
-    subject: Subject | str, *domains: str, out: str | Path | None = None, quiet: bool = True, **options: Any
+    subject: Model | str, *domains: str, out: str | Path | None = None, quiet: bool = True, **options: Any
 ) -> Record | Records:
     """The scan of `llmgeom scan`: the same record, byte for byte, but for the time that it took.
 
@@ -96,9 +96,9 @@ def scan(
         UserError: A flag's value is refused, with the remedy; or the model was made in memory and has no place on the
             disk, so that no command repeats the scan (`llmgeom.run.run_probes` measures it); or an edit has no spec.
     """
-    from llmgeom.model.subject import Subject
+    from llmgeom.model.model import Model
 
-    if not isinstance(subject, str | Subject):
+    if not isinstance(subject, str | Model):
         raise UserError(f"scan({brief(subject)}): expected a model that llmgeom.load returned, or its name")
     for domain in domains:
         if not isinstance(domain, str) or Path(domain).is_file():
@@ -137,7 +137,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
         )
 
 
-def _of_subject(subject: Subject, options: Mapping[str, Any]) -> dict[str, Any]:
+def _of_subject(subject: Model, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options that a subject brings: how it was loaded, and whether it reads messages.
 
     Raises UserError if no record could say what the subject is, or an option says that it was loaded another way.
@@ -233,7 +233,7 @@ class Scan:
             **settings.selected,
         }
 
-    def plan(self, subject: Subject, name: str, first: bool = False) -> Plan:
+    def plan(self, subject: Model, name: str, first: bool = False) -> Plan:
         """What is read of one pool: its prompts, and unless `first` the further samples that probes compare them with.
 
         A pool is spread over entropy. A domain other than mixed is compared with mixed prompts as diverse as its own.
@@ -264,7 +264,7 @@ class Scan:
         options = (settings.nulls, settings.seed, settings.batch_tokens, samples, facts, notes)
         return Plan.of(subject, pool, modules, *options, whole=False, **settings.selected)
 
-    def _readable(self, subject: Subject, of: Batch, what: str, notes: list[str]) -> Batch:
+    def _readable(self, subject: Model, of: Batch, what: str, notes: list[str]) -> Batch:
         """The prompts that the model has positions for; a note where there are others."""
         from llmgeom.model.tokenizing import fitting
 
@@ -274,13 +274,13 @@ class Scan:
             notes.append(f"{len(of) - len(kept)} of {len(of)} {what} {longer}: left out")
         return kept
 
-    def _entropy(self, subject: Subject, of: Batch, name: str, what: str) -> np.ndarray:
+    def _entropy(self, subject: Model, of: Batch, name: str, what: str) -> np.ndarray:
         """[prompt] the model's next-token entropy, bits."""
         progress = partial(tell, f"{name}: entropy of {what}")
         store, tokens = str(captures_folder()), self.settings.batch_tokens
         return subject.entropy(of, batch_tokens=tokens, store=store, progress=progress)
 
-    def _as_diverse(self, subject: Subject, batch: Batch, name: str, notes: list[str]) -> Batch:
+    def _as_diverse(self, subject: Model, batch: Batch, name: str, notes: list[str]) -> Batch:
         """Mixed prompts as diverse as these, from the pool that a scan of mixed prompts reads as well."""
         from llmgeom.probe import MIXED
         from llmgeom.prompts.domains import Domain
@@ -301,7 +301,7 @@ class Scan:
         return as_diverse(mixed, theirs, *read(mixed), wanted, self.n(name), settings.seed)
 
 
-def prepare(settings: RunConfig, write: bool = True, subject: Subject | None = None) -> Scan:
+def prepare(settings: RunConfig, write: bool = True, subject: Model | None = None) -> Scan:
     """Check everything that can be checked before torch is imported; with `write`, make the run folders too.
 
     Args:
@@ -336,7 +336,7 @@ def prepare(settings: RunConfig, write: bool = True, subject: Subject | None = N
 
 
 def perform(
-    asked: Scan, subject: Subject | None = None, preview: bool = False, write: bool = True
+    asked: Scan, subject: Model | None = None, preview: bool = False, write: bool = True
 ) -> Iterator[tuple[Path, Record]]:
     """Load the model unless given, scan each pool, save each record, then write the page. Yields (folder, record).
 

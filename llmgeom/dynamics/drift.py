@@ -13,8 +13,8 @@ from torch import Tensor
 from llmgeom.batch import Batch
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
+from llmgeom.model.model import Model
 from llmgeom.model.passes import Observer, Step
-from llmgeom.model.subject import Subject
 from llmgeom.probes.posterior.answers import score_model
 from llmgeom.stats.information import bits, kl
 from llmgeom.stats.similarity import cka
@@ -44,7 +44,7 @@ class State:
     loss: float | None = None
 
 
-def state(subject: Subject, batch: Batch, task: World | None, store: str | None = None) -> State:
+def state(subject: Model, batch: Batch, task: World | None, store: str | None = None) -> State:
     """Capture one snapshot: attention at the queries of a wind tunnel, or at every position of prompts.
 
     A language model was trained to predict at every position of a prompt; a wind tunnel at its queries only. Raises
@@ -61,7 +61,7 @@ def state(subject: Subject, batch: Batch, task: World | None, store: str | None 
     return State(rows, values, log_probs, loss=_mean_loss(capture))
 
 
-def loss_of(subject: Subject, batch: Batch, store: str | None = None) -> float:
+def loss_of(subject: Model, batch: Batch, store: str | None = None) -> float:
     """`State.loss` by itself, for a model whose state cannot be captured."""
     return _mean_loss(subject.capture(batch, (), positions="all", store=store, observers=[LOSS]))
 

@@ -25,7 +25,7 @@ from llmgeom.errors import Unavailable
 from llmgeom.model.attention import Recorder, attached, recording
 from llmgeom.model.capture import Site
 from llmgeom.model.layers import attending
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.model.weights import whole
 
 LARGEST = 2_000_000_000  # most parameters of a model that is copied in float64
@@ -96,7 +96,7 @@ class Explicit(Recorder):
         return z.transpose(1, 2).to(dtype).contiguous()
 
 
-def doubled(subject: Subject) -> Subject:
+def doubled(subject: Model) -> Model:
     """A float64 copy of a subject that may be differentiated and changed.
 
     Raises Unavailable: gradients cannot be computed for this model: it is read through TransformerLens, edited, spread
@@ -117,10 +117,10 @@ def doubled(subject: Subject) -> Subject:
     model = copy.deepcopy(subject.model).double().requires_grad_(True)
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # the fused product of experts does not support float64
-    return Subject.of(model, subject.tokenizer, subject.name)
+    return Model.of(model, subject.tokenizer, subject.name)
 
 
-def require_attention(subject: Subject) -> None:
+def require_attention(subject: Model) -> None:
     """Raises Unavailable: some layer has no attention."""
     if len(read := attending(subject.blocks)) < len(subject.blocks):
         why = f"only layers {', '.join(map(str, read))} have attention" if read else subject.unavailable({Site.VALUE})
@@ -160,7 +160,7 @@ def losses(logits: Float[Tensor, "row output"], target: Tensor) -> Float[Tensor,
 
 
 def forward(
-    subject: Subject, inputs: Tokens | Rows, where: Tensor, target: Tensor, compare: bool = True
+    subject: Model, inputs: Tokens | Rows, where: Tensor, target: Tensor, compare: bool = True
 ) -> tuple[list[Attended], Tensor]:
     """One pass with attention written out, layer by layer, and its mean loss, on the autograd graph.
 
@@ -180,7 +180,7 @@ def forward(
     return found, losses(logits, target.to(logits.device)).mean()
 
 
-def agreed(subject: Subject, layers: int, apart: float) -> None:
+def agreed(subject: Model, layers: int, apart: float) -> None:
     """Raises Unavailable where some layer was not written out, or logits lie so far from the model's own."""
     if layers != len(subject.blocks) or not apart <= AGREE:
         raise Unavailable(
@@ -195,7 +195,7 @@ def counted(layer: Attended, u: Tensor, lengths: Tensor) -> Tensor:
     return (layer.allowed & live[..., None]).expand_as(layer.weight)
 
 
-def signals(subject: Subject, batch: Batch) -> Signals:
+def signals(subject: Model, batch: Batch) -> Signals:
     """Gradients of the batch's loss at scores and values, in as many passes as memory needs.
 
     The loss is the cross-entropy in nats of the drawn outcome over the whole vocabulary (for a real number, minus its

@@ -12,7 +12,7 @@ import numpy as np
 
 from llmgeom.errors import UserError
 from llmgeom.model import hub
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.wind_tunnels.checkpoint import TRAINING, read_facts
 
 FEWEST = 3
@@ -29,7 +29,7 @@ class Run:
     Attributes:
         name: its name on the page.
         steps: ascending; the last snapshot is the reference.
-        places: for each snapshot the model and revision for `Subject.load`.
+        places: for each snapshot the model and revision for `Model.load`.
         task: task of a wind tunnel; empty for a language model.
         training: the flags of `llmgeom train`, with the learning rate that was used; empty without them.
     """
@@ -103,10 +103,10 @@ class Run:
         """Whether all targets were random, so that there was nothing to learn."""
         return self.corrupt == 1.0
 
-    def load(self, place: int, **options: Any) -> Subject:
+    def load(self, place: int, **options: Any) -> Model:
         """The snapshot at a place of `steps`."""
         model, revision = self.places[place]
-        return Subject.load(model, revision=revision, **options)
+        return Model.load(model, revision=revision, **options)
 
     def called(self, place: int) -> str:
         """A snapshot as a person names it."""

@@ -162,7 +162,7 @@ def scan_snapshots(
     Args:
         facts: facts of the study: its spec, and the command that repeats it.
         weights: the hash of the weights of each snapshot.
-        options: options of `Subject.load`. read: options of `run_probes`.
+        options: options of `Model.load`. read: options of `run_probes`.
 
     Raises:
         UserError: a folder contains the scan of another run.
@@ -329,7 +329,7 @@ def study(
         runs: from `comparable`. spec: from `study_spec`.
         out: the run folder, created by the caller.
         controls: draws of each control of the probes.
-        options: options of `Subject.load`.
+        options: options of `Model.load`.
         notes: further warnings of the record.
         command: the command that repeats this.
     """

@@ -13,7 +13,7 @@ from llmgeom.cache.shards import captures_folder
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.exports.arrays import about
 from llmgeom.files import write_whole
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.record import Record
 from llmgeom.reports.table import plain, tables
 
@@ -93,7 +93,7 @@ def _captured(record: Record, sites: Sequence[str]) -> tuple[dict[str, np.ndarra
     return arrays, tokens.real
 
 
-def measured(record: Record) -> Subject:
+def measured(record: Record) -> Model:
     """The model of a record. Raises UserError: no model was loaded; the model is gone, or its weights have changed."""
     facts = record.subject
     if "weights" not in facts:
@@ -106,7 +106,7 @@ def measured(record: Record) -> Subject:
             f"{facts['name']} was measured quantised ({how}), and the quantised weights were not "
             "stored: measure it unquantised"
         )
-    subject = Subject.load(facts["name"], facts.get("revision"), dtype=facts["dtype"])
+    subject = Model.load(facts["name"], facts.get("revision"), dtype=facts["dtype"])
     if subject.facts["weights"] != facts["weights"]:
         raise UserError(
             f"{facts['name']} has other weights than when it was measured ({str(subject.facts['weights'])[:12]}, the "

@@ -19,7 +19,7 @@ from llmgeom.errors import UserError
 from llmgeom.exports.activations import measured
 from llmgeom.files import write_whole
 from llmgeom.model import weights
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.record import Record
 from llmgeom.reports import page
 from llmgeom.stats.information import bits
@@ -102,7 +102,7 @@ def write(record: Record, form: str, out: Path) -> list[str]:
     return [f"{model['parameters']:,} parameters, {len(html.encode()) / 1e6:.1f} MB"]
 
 
-def contents(subject: Subject) -> dict[str, Any]:
+def contents(subject: Model) -> dict[str, Any]:
     """Shape and weights of a transformer, every matrix as [out in] float32.
 
     Raises UserError: an architecture outside FAMILIES, or more than LARGEST parameters.
@@ -143,7 +143,7 @@ def contents(subject: Subject) -> dict[str, Any]:
     }
 
 
-def _layer(subject: Subject, i: int, family: Family) -> dict[str, Any]:
+def _layer(subject: Model, i: int, family: Family) -> dict[str, Any]:
     layer, attention = subject.blocks[i].layer, {}
     for role in weights.ROLES:
         each = range(subject.facts["heads" if role == "query" else "kv_heads"])

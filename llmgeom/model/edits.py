@@ -79,7 +79,7 @@ class Edit:
     """Replace an activation by `function(x, where)` at one point of some layers.
 
     `Edit("z", lambda x, where: 0 * x, layers=(3,), spec={"do": "zero"})` silences the attention of layer 3;
-    `Subject.edit` says the same in fewer words.
+    `Model.edit` says the same in fewer words.
 
     Attributes:
         point: What x is.
@@ -302,7 +302,7 @@ def made(
     spec: Mapping[str, Any] | None = None,
     **rest: Any,
 ) -> Edit:
-    """The edit that `Subject.edit` describes, in a model of `depth` layers. Raises UserError as Edit does."""
+    """The edit that `Model.edit` describes, in a model of `depth` layers. Raises UserError as Edit does."""
     if isinstance(layers, str):
         layers = None if layers == "all" else places("layers", layers, depth)
     if isinstance(layers, slice):

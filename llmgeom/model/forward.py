@@ -143,7 +143,7 @@ def through_transformers(model: Any, name: str) -> tuple[Forward, tuple[Block, .
 
 @runtime_checkable  # the shapes in signatures are checked in tests
 class Reader(Protocol):
-    """A `Subject`, as the modules that it imports see it: a dataclass."""
+    """A `Model`, as the modules that it imports see it: a dataclass."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 

@@ -43,7 +43,7 @@ def load(
     """Model, tokenizer (None for a wind-tunnel model), and what the reader of a number must know of the loading.
 
     That is: tensors of the files that are not read, and what transformers warns of the tokenizer. The arguments are
-    those of `Subject.load`.
+    those of `Model.load`.
 
     Raises:
         UserError: An option cannot be met, which is checked before weights are read; or the weights lack a tensor that

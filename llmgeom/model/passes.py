@@ -218,7 +218,7 @@ def plan_capture(
     store: str | None = None,
     resume: Resume | None = None,
 ) -> Pass:
-    """The plan of `Subject.capture` with the same arguments.
+    """The plan of `Model.capture` with the same arguments.
 
     Raises:
         Unavailable: A site cannot be captured from this model, or edited.

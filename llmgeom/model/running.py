@@ -41,7 +41,7 @@ def gather(
 
     Raises:
         LookupError: With `only_stored`, a shard is missing or damaged.
-        UserError: As `Subject.capture`.
+        UserError: As `Model.capture`.
     """
     plan = _begins(reader, plan, only_stored)
     left_on_disk = plan.store if sum(plan.sizes) > IN_MEMORY else None

@@ -15,10 +15,10 @@ from llmgeom.probe import (
     UNTRAINED,
     Batch,
     Capture,
+    Model,
     Needs,
     ProbeInput,
     Site,
-    Subject,
     UserError,
     exact_answers,
 )
@@ -69,7 +69,7 @@ class Belief(Result):
     )
 
 
-def rows_of_labels(subject: Subject, captures: Mapping[str, Capture]) -> dict[str, np.ndarray]:
+def rows_of_labels(subject: Model, captures: Mapping[str, Capture]) -> dict[str, np.ndarray]:
     """Token ids of all labels, [label], and their rows of the output embedding, [label d_model]."""
     ids = label_ids(subject.tokenizer, captures[MAIN].batch).unique()
     head = subject.model.get_output_embeddings()

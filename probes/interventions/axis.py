@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.model import weights
-from llmgeom.probe import Subject
+from llmgeom.probe import Model
 from llmgeom.probes.interventions.intervention import Move, rescaled
 from llmgeom.stats import ridge_probe
 
@@ -206,7 +206,7 @@ def matched_weights(variances: np.ndarray, target: float, count: int, rng: np.ra
 # ---- the direction that the output reads -----------------------------------------------------------------------------
 
 
-def readout_direction(subject: Subject, pair: Tensor) -> Tensor:
+def readout_direction(subject: Model, pair: Tensor) -> Tensor:
     """Direction d of the last layer's values that raises the log-odds of one token over another.
 
     For each kv head, d = sum over its query heads of W_O (g * (u_A - u_B)), with u the rows of the output embedding and

@@ -14,7 +14,7 @@ from torch import Tensor
 from llmgeom.claims import declared, layer_band
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.plan import Plan
-from llmgeom.probe import Batch, Capture, Needs, Probe, ProbeInput, Site, Subject
+from llmgeom.probe import Batch, Capture, Model, Needs, Probe, ProbeInput, Site
 from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis, Mode, NoAxis, readout_direction
 from llmgeom.probes.interventions.halves import ESTIMATION, EVALUATION, PROMPT_SITES, Halves, Positions, check, halves
 from llmgeom.probes.interventions.intervention import (
@@ -382,7 +382,7 @@ class AxisProbe:
             examine=self._examine,
         )
 
-    def _examine(self, subject: Subject, captures: Mapping[str, Capture]) -> Effects:
+    def _examine(self, subject: Model, captures: Mapping[str, Capture]) -> Effects:
         with within(self.name):
             return self.effects(Halves(subject, captures, self.seed, self.batch_tokens))
 
@@ -395,7 +395,7 @@ class AxisProbe:
         """The first layer of each joint edit."""
         return (min(self.layers),)
 
-    def priced(self, subject: Subject, batch: Batch, control: bool = False) -> float:
+    def priced(self, subject: Model, batch: Batch, control: bool = False) -> float:
         """Tokens of whole passes that the edits of one model take."""
         doses, few, depth = DOSES[self.mode], min(self.controls, BAND_DRAWS), len(subject.blocks)
         draws = sum(self.controls if dose in DECISIVE[self.mode] else few for dose in doses)
@@ -454,7 +454,7 @@ class PositiveControlProbe(AxisProbe):
 
 
 def question(
-    subject: Subject,
+    subject: Model,
     batch: Batch,
     *,
     directions: Sequence[str] = DIRECTIONS,
@@ -490,7 +490,7 @@ def question(
 
 
 def on_halves(
-    subject: Subject, batch: Batch, probes: Mapping[str, Probe], about: Any, draws: tuple[int, int, int]
+    subject: Model, batch: Batch, probes: Mapping[str, Probe], about: Any, draws: tuple[int, int, int]
 ) -> Plan:
     """The question of probes that edit an axis; draws: number of control edits, seed, batch_tokens."""
     estimation, evaluation = halves(batch, draws[1])

@@ -15,7 +15,7 @@ from torch import Tensor
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.edits import Point
 from llmgeom.plan import Plan
-from llmgeom.probe import UNTRAINED, Batch, Capture, Measured, Needs, Probe, ProbeInput, Site, Subject, Unavailable
+from llmgeom.probe import UNTRAINED, Batch, Capture, Measured, Model, Needs, Probe, ProbeInput, Site, Unavailable
 from llmgeom.probes.interventions.component_results import measure_blocks, measure_heads, titled
 from llmgeom.probes.interventions.halves import ESTIMATION, PROMPT_SITES, Halves, Positions, check, halves
 from llmgeom.probes.interventions.intervention import (
@@ -217,12 +217,12 @@ class ComponentProbe:
             examine=self.effects,
         )
 
-    def effects(self, subject: Subject, captures: Mapping[str, Capture]) -> Effects:
+    def effects(self, subject: Model, captures: Mapping[str, Capture]) -> Effects:
         """`ablate` in one model."""
         split = Halves(subject, captures, self.seed, self.batch_tokens, self.task)
         return ablate(split, self.kind, self.method, self.positions, self.exact)
 
-    def priced(self, subject: Subject, batch: Batch, control: bool = False) -> float:
+    def priced(self, subject: Model, batch: Batch, control: bool = False) -> float:
         """Tokens of whole passes that the edits, and their gradients, of one model take."""
         depth, whole, draws = len(subject.blocks), int(batch.tokens.lengths.sum()), 1
         first = [locations[0][1] for locations, _ in components(self.kind, depth, subject.facts["heads"], 1)]
@@ -247,7 +247,7 @@ class ComponentProbe:
 
 
 def question(
-    subject: Subject,
+    subject: Model,
     batch: Batch,
     kind: Kind,
     *,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llmgeom.model.edits import Clean, Point
 from llmgeom.model.resume import clean_pass
-from llmgeom.probe import Batch, Capture, Site, Subject, UserError
+from llmgeom.probe import Batch, Capture, Model, Site, UserError
 from llmgeom.probes.evidence.predictions import label_ids
 from llmgeom.probes.interventions.intervention import Location, Outcomes, Runner
 from llmgeom.stats.information import best_of_input, bits, kl, kl_of_rounded
@@ -39,7 +39,7 @@ def halves(batch: Batch, seed: int) -> tuple[Batch, Batch]:
     return estimation, evaluation
 
 
-def check(subject: Subject, batch: Batch, task: World | None = None) -> None:
+def check(subject: Model, batch: Batch, task: World | None = None) -> None:
     """Raise UserError for prompts with query positions; for a task of real numbers, or of more tokens than outputs."""
     if task is None:
         if batch.query is not None:
@@ -68,7 +68,7 @@ class Halves:
         task: The task of whole sequences, whose positions correspond; None for prompts, read at their final tokens.
     """
 
-    subject: Subject
+    subject: Model
     captures: Mapping[str, Capture]
     seed: int
     batch_tokens: int

@@ -14,12 +14,12 @@ from llmgeom.model.weights import key_weight, output_weight, query_weight, value
 from llmgeom.probe import (
     UNTRAINED,
     Batch,
+    Model,
     Needs,
     Posterior,
     ProbeInput,
     Rows,
     Site,
-    Subject,
     Tokens,
     Unavailable,
     UserError,
@@ -139,7 +139,7 @@ class HypothesisFrames:
     names: tuple[str, ...]
 
 
-def read_frames(subject: Subject, batch: Batch) -> HypothesisFrames:
+def read_frames(subject: Model, batch: Batch) -> HypothesisFrames:
     """Frames of the hypotheses of a batch: a task's outcomes, or for prompts the 32 likeliest next tokens.
 
     The likeliest tokens have the largest probability by the model, mean over prompts, without special tokens. An
@@ -178,14 +178,14 @@ def _outcomes(posterior: Posterior, tokens: Tokens | Rows) -> list[int]:
     return outcomes
 
 
-def _likely(subject: Subject, batch: Batch, special: list[int], count: int) -> list[int]:
+def _likely(subject: Model, batch: Batch, special: list[int], count: int) -> list[int]:
     p = subject.capture(batch, {Site.LOG_PROBS}).log_probs.double().exp().mean(0)
     p[special] = -1
     return p.topk(count).indices.tolist()
 
 
 @torch.no_grad()
-def frames_of(subject: Subject, ids: list[int]) -> Frames:
+def frames_of(subject: Model, ids: list[int]) -> Frames:
     """Frames of these tokens, from weights. Raises Unavailable if the layout of the weights is unknown."""
     facts = subject.facts
     embedding = subject.model.get_input_embeddings().weight
@@ -214,7 +214,7 @@ def frames_of(subject: Subject, ids: list[int]) -> Frames:
 
 
 @torch.no_grad()
-def input_norms(subject: Subject) -> list[nn.Module]:
+def input_norms(subject: Model) -> list[nn.Module]:
     """The norm (or identity) before each layer's attention that, with W_V, turns the residual into the values.
 
     Raises Unavailable: no norm of a layer does.

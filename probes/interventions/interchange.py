@@ -20,12 +20,12 @@ from llmgeom.probe import (
     UNTRAINED,
     Batch,
     Capture,
+    Model,
     Needs,
     Posterior,
     Probe,
     ProbeInput,
     Site,
-    Subject,
     UserError,
     is_control,
 )
@@ -150,7 +150,7 @@ class Pairs:
         moved = self._kl(self.other, p) - self._kl(self.other, q)
         return {"moved": self._mean(moved), "lost": self._mean(self._kl(self.x, q) - self._kl(self.x, p))}
 
-    def total(self, subject: Subject, batch_tokens: int) -> np.ndarray:
+    def total(self, subject: Model, batch_tokens: int) -> np.ndarray:
         """[sequence] KL(p' || q(x)) - KL(p' || q(x')), bits: the effect of reading x' instead of x."""
         p, q = (
             self._answers(subject.capture(one, {Site.LOG_PROBS}, batch_tokens=batch_tokens).log_probs)
@@ -194,7 +194,7 @@ def random_subspaces(count: int, dimensions: int, width: int, seed: Sequence[int
 
 
 def exchange(
-    subject: Subject,
+    subject: Model,
     estimation: Pairs,
     evaluation: Pairs,
     layers: Sequence[int],
@@ -409,7 +409,7 @@ class InterchangeProbe:
     def NEEDS(self) -> Needs:
         options: dict[str, Any] = {"seed": self.seed, "batch_tokens": self.batch_tokens}
 
-        def examine(subject: Subject, _: Mapping[str, Capture]) -> Effects:
+        def examine(subject: Model, _: Mapping[str, Capture]) -> Effects:
             if is_control(subject):
                 return exchange(subject, *self.halves, self.layers, **options)
             donors = self.halves[1].donors(self.seed, self.task.test_split)
@@ -417,7 +417,7 @@ class InterchangeProbe:
 
         return Needs(controls=frozenset({UNTRAINED}), examine=examine)
 
-    def priced(self, subject: Subject, batch: Batch, control: bool = False) -> float:
+    def priced(self, subject: Model, batch: Batch, control: bool = False) -> float:
         """Tokens of whole passes that the patches of one model take."""
         lengths = batch.tokens.lengths
         after = int((lengths - self.halves[1].at.int().argmax(1)).sum())
@@ -434,7 +434,7 @@ class InterchangeProbe:
 
 
 def question(
-    subject: Subject,
+    subject: Model,
     task: World,
     *,
     n: int = 200,

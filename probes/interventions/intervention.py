@@ -20,7 +20,7 @@ from llmgeom.flags import places
 from llmgeom.model.attention import Recorder
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.edits import Clean, Edit, Point, Resume, Where
-from llmgeom.probe import Batch, Site, Subject
+from llmgeom.probe import Batch, Model, Site
 from llmgeom.progress import tell
 from llmgeom.result import Estimate
 from llmgeom.stats.resampling import Interval, Transform
@@ -96,7 +96,7 @@ class Runner:
             passes.
     """
 
-    subject: Subject
+    subject: Model
     batch: Batch
     at: Tensor
     outcomes: Outcomes
@@ -285,7 +285,7 @@ def priced(layers: Iterable[int], depth: int, tokens: int) -> float:
     return tokens * sum(1 - layer / depth for layer in layers)
 
 
-def chosen_layers(subject: Subject, layers: Any) -> tuple[int, ...]:
+def chosen_layers(subject: Model, layers: Any) -> tuple[int, ...]:
     """The edited layers, as `flags.places` reads them; None for all. Raises UserError for one that does not exist."""
     return places("--layers", "all" if layers is None else layers, len(subject.blocks))
 

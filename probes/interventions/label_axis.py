@@ -13,7 +13,7 @@ from llmgeom.errors import NO_TOKENIZER, UserError
 from llmgeom.model.edits import POINTS, Point
 from llmgeom.model.tokenizing import after_space
 from llmgeom.plan import Plan
-from llmgeom.probe import Batch, Probe, ProbeInput, Site, Subject
+from llmgeom.probe import Batch, Model, Probe, ProbeInput, Site
 from llmgeom.probes.interventions.axis import VARIANCE, Axis, Mode
 from llmgeom.probes.interventions.axis_ablation import (
     BAND,
@@ -129,7 +129,7 @@ class LabelAxisProbe(AxisProbe):
 
 
 def question(
-    subject: Subject,
+    subject: Model,
     batch: Batch,
     saved: SavedDirection,
     answers: tuple[str, ...] = (),
@@ -199,7 +199,7 @@ def _donors(batch: Batch, target: str, seed: int) -> tuple[int, ...]:
     return tuple(int(rng.choice(others[bool(value)])) for value in side)
 
 
-def _first_tokens(subject: Subject, answers: tuple[str, ...]) -> tuple[int, ...]:
+def _first_tokens(subject: Model, answers: tuple[str, ...]) -> tuple[int, ...]:
     """The first token of each answer, after one space (after none in a chat), as `answers.expanded` writes them."""
     if not answers:
         return ()

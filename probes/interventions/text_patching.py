@@ -17,7 +17,7 @@ from torch import Tensor
 
 from llmgeom.claims import declared, layer_band
 from llmgeom.model.resume import clean_pass
-from llmgeom.probe import UNTRAINED, Batch, Needs, ProbeInput, Site, Subject, is_control
+from llmgeom.probe import UNTRAINED, Batch, Model, Needs, ProbeInput, Site, is_control
 from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis
 from llmgeom.probes.interventions.intervention import Effects, Intervention, Location, Runner, add, priced, rescaled
 from llmgeom.probes.interventions.text_pairs import ROLES, TextPairs
@@ -56,7 +56,7 @@ class Exchange:
         along: [d_model] of length 1; only the component along it is exchanged. None exchanges the whole residual.
     """
 
-    subject: Subject
+    subject: Model
     pairs: TextPairs
     batch_tokens: int
     along: np.ndarray | None = None
@@ -315,14 +315,14 @@ class TextPatchingProbe:
     def NEEDS(self) -> Needs:
         return Needs(controls=frozenset({UNTRAINED}), examine=self._effects)
 
-    def _effects(self, subject: Subject, _: Mapping[str, Any]) -> Effects:
+    def _effects(self, subject: Model, _: Mapping[str, Any]) -> Effects:
         if is_control(subject):
             return {"total": Exchange(subject, self.pairs, self.batch_tokens).total()}
         along = np.array(self.along) if self.along else None
         exchange = Exchange(subject, self.pairs, self.batch_tokens, along)
         return effects(exchange, layers=self.layers, draws=self.draws, seed=self.seed)
 
-    def priced(self, subject: Subject, batch: Batch, control: bool = False) -> float:
+    def priced(self, subject: Model, batch: Batch, control: bool = False) -> float:
         """Tokens of whole passes that the patches of one model take, if it follows the evidence: edges, too."""
         patches = len(ROLES) + 2 + len(PLACES) * self.draws * (1 + bool(self.along))
         edges = LAST + 1 + len(EDGES) + MOST_EDGES * (1 + self.draws)

@@ -13,7 +13,7 @@ from llmgeom.batch import Batch, Rows, Text, Tokens, recorded
 from llmgeom.claims import Null, cut, declared, estimate
 from llmgeom.errors import NO_TOKENIZER, UserError
 from llmgeom.model.tokenizing import encode
-from llmgeom.probe import MOST_PROMPTS, Needs, Observer, ProbeInput, Step, Subject
+from llmgeom.probe import MOST_PROMPTS, Model, Needs, Observer, ProbeInput, Step
 from llmgeom.probes.shared.nulls import permutation_null
 from llmgeom.record import Record
 from llmgeom.result import Curve, Estimate, Result, curve, quantity
@@ -216,7 +216,7 @@ def read_answers(batch: Batch, column: str) -> tuple[str, ...]:
     return answers
 
 
-def expanded(subject: Subject, batch: Batch, answers: Sequence[str], column: str) -> Batch:
+def expanded(subject: Model, batch: Batch, answers: Sequence[str], column: str) -> Batch:
     """Every prompt followed by every answer; queried at the positions whose next token belongs to the answer.
 
     An answer follows after one space. Its tokens are those of the whole text beyond the prompt's; if the tokenizer
@@ -257,7 +257,7 @@ def expanded(subject: Subject, batch: Batch, answers: Sequence[str], column: str
 
 
 def _tokenized(
-    subject: Subject, batch: Batch, many: Batch, answers: Sequence[str], column: str
+    subject: Model, batch: Batch, many: Batch, answers: Sequence[str], column: str
 ) -> list[tuple[list[int], list[int]]]:
     """The tokens of each prompt, and of this prompt followed by each answer; see `expanded`. `many` repeats prompts."""
     chat, prompts = bool(subject.facts.get("chat")), [prompt.rstrip() for prompt in batch.text]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from llmgeom.files import write_whole
-from llmgeom.probe import Site, Subject, UserError
+from llmgeom.probe import Model, Site, UserError
 from llmgeom.record import Record
 
 FORMAT = "llmgeom direction 1"
@@ -66,7 +66,7 @@ class SavedDirection:
             score=float(curve[layers.index(int(place[1])) if layers else int(place[1])]),
         )
 
-    def check(self, subject: Subject, points: Sequence[str]) -> None:
+    def check(self, subject: Model, points: Sequence[str]) -> None:
         """Raises UserError for a direction of other weights, or at a place that no edit reaches.
 
         Args:

@@ -10,7 +10,7 @@ import numpy as np
 
 from llmgeom.batch import Prompts
 from llmgeom.errors import UserError
-from llmgeom.probe import Batch, Subject
+from llmgeom.probe import Batch, Model
 from llmgeom.probes.labels.probe import PROBE, WHERE, LabelProbe
 from llmgeom.record import Record
 from llmgeom.run import run_probes
@@ -34,7 +34,7 @@ class FittedProbe(Reading):
         slope, level: Of a number: it is level + slope * decision.
     """
 
-    subject: Subject
+    subject: Model
     record: Record
     layer: int
     direction: np.ndarray | None
@@ -64,7 +64,7 @@ class FittedProbe(Reading):
 
 
 def fit(
-    subject: Subject,
+    subject: Model,
     texts: Sequence[str],
     labels: Sequence[Any],
     clusters: Sequence[Any] | None,
@@ -119,7 +119,7 @@ def fit(
     )
 
 
-def _activations(subject: Subject, batch: Batch, layer: int) -> np.ndarray:
+def _activations(subject: Model, batch: Batch, layer: int) -> np.ndarray:
     """[text d_model] float64: the residual stream at the last token, before `layer`."""
     kept = min(layer, len(subject.blocks) - 1)  # what the last layer gives is kept with it
     return subject.capture(batch, SITE, layers=kept)[SITE, layer].double().numpy()

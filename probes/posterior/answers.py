@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import Tensor
 
-from llmgeom.probe import Batch, Capture, Observer, Step, Subject, UserError
+from llmgeom.probe import Batch, Capture, Model, Observer, Step, UserError
 from llmgeom.probes.posterior.scores import Evaluation, PosteriorScores, Scores, score
 from llmgeom.world import Split, World
 
@@ -31,7 +31,7 @@ def observed_answers(capture: Capture) -> Tensor:
     return capture.observed(f"{NAME}.form").unflatten(0, (len(capture.batch), -1))
 
 
-def check_readable(subject: Subject, task: World) -> None:
+def check_readable(subject: Model, task: World) -> None:
     """Raise UserError for an edited model, and for a model with fewer outputs than the task has tokens."""
     if subject.edits:
         raise UserError(f"{subject.name} is edited; posterior scores are those of unedited models")
@@ -42,7 +42,7 @@ def check_readable(subject: Subject, task: World) -> None:
         )
 
 
-def read_answers(subject: Subject, task: World, batch: Batch) -> Tensor:
+def read_answers(subject: Model, task: World, batch: Batch) -> Tensor:
     """The model's answers, [sequence query form].
 
     Raises UserError: the model cannot read the inputs, or logits are not finite.
@@ -51,13 +51,13 @@ def read_answers(subject: Subject, task: World, batch: Batch) -> Tensor:
     return observed_answers(subject.capture(batch, (), observers=[answer_observer(task)]))
 
 
-def score_model(subject: Subject, task: World, batch: Batch) -> Scores:
+def score_model(subject: Model, task: World, batch: Batch) -> Scores:
     """The model's scores on a batch, without other predictors."""
     return score(task, batch, read_answers(subject, task, batch))
 
 
 def grade(
-    subject: Subject,
+    subject: Model,
     task: World,
     n: int = 1000,
     seed: int = 0,

@@ -11,7 +11,7 @@ from typing import Any
 
 from llmgeom import claims, grading, probes, wind_tunnels
 from llmgeom.dynamics.processes import spread
-from llmgeom.probe import WHOLE, Subject, UserError
+from llmgeom.probe import WHOLE, Model, UserError
 from llmgeom.probes.interventions import component_ablation, interchange
 from llmgeom.probes.posterior.answers import grade
 from llmgeom.progress import tell
@@ -108,7 +108,7 @@ def equal_loss(folder: Path, recipe: Recipe, task: World) -> int:
     last = recipe.training.steps
 
     def apart(step: int) -> float:
-        scores = grade(Subject.load(str(_snapshot(folder, step))), task, SIZE * 5, DECIDING_SEED)
+        scores = grade(Model.load(str(_snapshot(folder, step))), task, SIZE * 5, DECIDING_SEED)
         trivial = scores.trivial[scores.best].kl[:, scores.within].mean()
         return abs(math.log(max(scores.kl, 1e-9) / trivial))
 
@@ -121,7 +121,7 @@ def reading(folder: str | Path, task: World, seed: int) -> dict[str, Any]:
     That is `llmgeom scan` with all probes, those of entropy at one query (`scan_entropy`), `patch`, `ablate --blocks`
     and `grade`.
     """
-    subject = Subject.load(str(folder))
+    subject = Model.load(str(folder))
     origin = grading.Origin.of(str(folder))
     whole = task.sample(SIZE, seed, task.test_split)
     draws: dict[str, Any] = {"seed": seed, "nulls": CONTROLS}
@@ -166,7 +166,7 @@ def entropy_query(task: World) -> int:
     return int(entropy.double().std(0).argmax())
 
 
-def scan_entropy(subject: Subject, task: World, n: int, seed: int) -> Record:
+def scan_entropy(subject: Model, task: World, n: int, seed: int) -> Record:
     """The metrics that follow entropy, on sequences that all end in one query.
 
     Their target is the exact entropy there, the same for every model: the own entropy of a model that infers nothing is

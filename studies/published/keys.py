@@ -9,7 +9,7 @@ import torch
 
 from llmgeom.claims import declared
 from llmgeom.model.weights import key_weight
-from llmgeom.probe import UNTRAINED, Batch, Capture, Needs, ProbeInput, Site, Subject, UserError
+from llmgeom.probe import UNTRAINED, Batch, Capture, Model, Needs, ProbeInput, Site, UserError
 from llmgeom.probes.key_orthogonality import as_array, token_ids
 from llmgeom.probes.shared.nulls import compare, mean_of
 from llmgeom.result import Figure, Result as Base, quantity
@@ -38,7 +38,7 @@ class Reading:
     heads: int
 
 
-def read(subject: Subject, batch: Batch) -> Reading:
+def read(subject: Model, batch: Batch) -> Reading:
     """A Reading of one model. Raises UserError for few tokens, or if a matrix cannot be cut out of the weights."""
     layers, kv_heads = range(len(subject.blocks)), subject.facts["kv_heads"]
     ids = token_ids(subject, batch)

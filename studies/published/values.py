@@ -11,7 +11,7 @@ import torch
 
 from llmgeom.claims import declared
 from llmgeom.model.batching import BatchRules, plan_batches
-from llmgeom.probe import SHUFFLED, UNTRAINED, Batch, Capture, Needs, ProbeInput, Rows, Site, Subject, UserError
+from llmgeom.probe import SHUFFLED, UNTRAINED, Batch, Capture, Model, Needs, ProbeInput, Rows, Site, UserError
 from llmgeom.probes.shared.matrices import as_matrix
 from llmgeom.probes.shared.nulls import compare
 from llmgeom.result import Estimate, Figure, Result as Base, quantity
@@ -41,7 +41,7 @@ class Misread:
 
 
 @torch.no_grad()
-def misread(subject: Subject, batch: Batch) -> Misread | None:
+def misread(subject: Model, batch: Batch) -> Misread | None:
     """The last layer's "values" by hf_activations.py, in GPT-NeoX; None if no projection is fused that way.
 
     The fused output has each head's query, key and value in turn; the code reads it as all queries, all keys, all

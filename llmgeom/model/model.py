@@ -32,8 +32,8 @@ FIRST_LOOK = frozenset({Site.VALUE, Site.RESIDUAL, Site.ENTROPY, Site.LIKELY})  
 
 
 @dataclass(frozen=True, eq=False)
-class Subject(Verbs):
-    """A causal LM under examination. Make one with `Subject.load` or, from objects in memory, `Subject.of`.
+class Model(Verbs):
+    """A causal LM under examination. Make one with `Model.load` or, from objects in memory, `Model.of`.
 
     Attributes:
         model: Of transformers. Only `controls` writes its weights, and restores them. With edits it refuses to run:
@@ -99,7 +99,7 @@ class Subject(Verbs):
         trust_remote_code: bool = False,
         backend: Backend = "transformers",
         tokenizer_options: Mapping[str, Any] | None = None,
-    ) -> Subject:
+    ) -> Model:
         """Load a model by name, or take one in memory; check it, and describe it.
 
         Args:
@@ -177,7 +177,7 @@ class Subject(Verbs):
         subject = cls.of(model, tokenizer, os.path.basename(path.rstrip("/")) or type(model).__name__, backend)
         return replace(subject, facts={**subject.facts, "self_check": subject.check()})
 
-    def untrained(self, seed: Draw) -> Subject:
+    def untrained(self, seed: Draw) -> Model:
         """The same architecture in the same place and precision, with weights drawn anew; see `model.controls`.
 
         "permuted 1", "permuted 2" ...: with its own weights, permuted within each matrix.
@@ -187,7 +187,7 @@ class Subject(Verbs):
     @contextmanager
     def controls(
         self, folder: str | None = None, tell: Callable[[str], object] = lambda text: None
-    ) -> Iterator[Callable[[Draw | None], Subject]]:
+    ) -> Iterator[Callable[[Draw | None], Model]]:
         """Untrained controls, all drawn in one memory: `with subject.controls() as control:`.
 
         `control(seed)` is `untrained(seed)` until the next call, and `control(None)` the subject itself. The memory is
@@ -198,20 +198,20 @@ class Subject(Verbs):
             folder: Where the file is made, if it exists; by default in the folder for temporary files.
             tell: Called with one sentence if the file has no room there, so that there is a second copy.
         """
-        last: Subject | None = None
+        last: Model | None = None
         running_model = original(self.model)
         with controls.in_place(running_model, folder, tell) if self.in_place else nullcontext() as draw:
             # TransformerLens copies weights, and would not see them drawn anew.
             redrawn = controls.redraw if self.forward.backend == "transformers" else lambda *_: False
             origin: dict[str, Any] = {}
 
-            def restored() -> Subject:
+            def restored() -> Model:
                 if draw is not None and last is not None and last.model is running_model:
                     draw(None)
                     loading.known_again(running_model)
                 return self
 
-            def control(seed: Draw | None) -> Subject:
+            def control(seed: Draw | None) -> Model:
                 nonlocal last
                 if seed is None:
                     return restored()
@@ -234,17 +234,17 @@ class Subject(Verbs):
         if last is not None and last.model is running_model:
             loading.known_again(running_model)
 
-    def initial(self, seed: int) -> Subject:
+    def initial(self, seed: int) -> Model:
         """The step 0 of a training of this config that sets `torch.manual_seed(seed)` first."""
         return self._other(controls.initial(self.model, seed), descent(self, seed, initial=True))
 
-    def _other(self, model: Any, facts: Mapping[str, Any]) -> Subject:
+    def _other(self, model: Any, facts: Mapping[str, Any]) -> Model:
         other = type(self).of(model, self.tokenizer, f"{self.name} untrained", self.forward.backend, **facts)
         self_check.alike(other, self)
         return other
 
     @contextmanager
-    def edited(self, *edits: Edit) -> Iterator[Subject]:
+    def edited(self, *edits: Edit) -> Iterator[Model]:
         """`with subject.edited(edit) as changed: changed.capture(...)`: a subject whose every pass is edited."""
         yield self._with(edits)
 
@@ -316,7 +316,7 @@ class Subject(Verbs):
         """sha256 over names and bytes of the parameters and saved buffers, sorted by name; 64 hex digits."""
         return loading.weight_hash(original(self.model))
 
-    def same_weights(self, other: Subject) -> bool:
+    def same_weights(self, other: Model) -> bool:
         """Whether both hold the same weights; False where some are offloaded, which are not hashed."""
         return self.weight_hash == other.weight_hash != loading.OFFLOADED
 
@@ -334,7 +334,7 @@ class Subject(Verbs):
         facts = self.facts
         size = f", {facts['parameters'] / 1e6:.3g}M parameters" if facts.get("parameters") else ""
         edits = f", {len(self.edits)} edits" if self.edits else ""
-        return f"<Subject {self.name!r}: {facts.get('model_type')}, {facts.get('layers')} layers{size}{edits}>"
+        return f"<Model {self.name!r}: {facts.get('model_type')}, {facts.get('layers')} layers{size}{edits}>"
 
     def tokens(self, batch: Prompts) -> Tokens | Rows:
         """The inputs of a batch as the model reads them, right-padded; see `tokenizing.encode`.
