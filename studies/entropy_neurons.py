@@ -92,7 +92,10 @@ def random_changes(change: Tensor, seed: int) -> Tensor:
 
 
 def axis_changes(subject: Subject, seen: Any, batch: Batch, first: np.ndarray) -> dict[str, tuple[Tensor, np.ndarray]]:
-    """By axis: how projecting it out changes the last residual of the other half's prompts, and its score of them. `first` [prompt] bool is the half that the axis is estimated on."""
+    """By axis: how projecting it out changes the last residual of the other half's prompts, and its score of them.
+
+    `first` [prompt] bool is the half that the axis is estimated on.
+    """
     entropy, clusters = seen.entropy.double().numpy(), np.array(batch.cluster)
     places, residual = np.flatnonzero(~first), seen.layers(Site.RESIDUAL)[-1].float()
     rest, found = batch.take(places.tolist()), {}
@@ -177,9 +180,8 @@ def measure(subject: Subject, n: int = PROMPTS, seed: int = 0, draws: int = DRAW
         own, random = effects([change]), effects(drawn)
         shares = [null_share(one, null) for one in (change, *drawn)]
         found[f"{name}: null share"] = _beside(shares[0], np.array(shares[1:]), len(here))
-        low, high = correlation_interval(score, entropy, clusters)
-        rho = abs(spearman(score, entropy))
-        found[f"{name}: |rho| with entropy"] = {"value": rho, "low": low, "high": high, "n": len(here)}
+        rho, ends = abs(spearman(score, entropy)), correlation_interval(score, entropy, clusters)
+        found[f"{name}: |rho| with entropy"] = {"value": rho, "low": ends.low, "high": ends.high, "n": len(here)}
         for kind in own:
             span = mean_intervals(own[kind], clusters)[0]
             found[f"{name}: {kind}"] = _beside(own[kind].mean(), random[kind].mean(1), len(here), span)
