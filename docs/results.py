@@ -9,7 +9,9 @@ that is shown. In Markdown, what stands between two comments is replaced:
     <!-- NAME: metric | interval | .2f -->...<!-- end -->  low to high; control: the control's range; difference: of
                                                            the value from a control on the same prompts
 
-A metric of one of several records is written as [record]metric. Studies run for hours and are not run from here.
+A metric of one of several records is written as [record]metric. A study's run has its numbers in metrics.json; other
+studies run for hours and are not run from here. Where a command says GEMMA, the environment variable of that name says
+which folder or GGUF file of Gemma-3-270M is read.
 """
 
 import json
@@ -31,7 +33,12 @@ FIELDS = (
     *("value", "unit", "low", "high", "control", "control_low", "control_high", "control_centre", "difference_low"),
     *("difference_high", "p", "n", "clusters", "verdict"),
 )
-CURVES = {"interchange": ("whole", "frame", "random", "placebo")}  # probe -> arrays [layer] that are stored, too
+CURVES = {  # probe -> arrays [layer] that are stored, too
+    "interchange": ("whole", "frame", "random", "placebo"),
+    "attention_focus": ("normalised", "rest"),
+    "value_manifold": ("pc12",),
+    "key_orthogonality": ("columns_mean",),
+}
 RANGES = {
     "interval": ("low", "high"),
     "control": ("control_low", "control_high"),
@@ -86,23 +93,22 @@ def metrics(folder: Path) -> dict[str, dict]:
     from llmgeom.record import Record
     from llmgeom.reports import rows
 
-    found = {
-        (f"[{place}]" if place else "") + row.name: {
-            field: cell for field, cell in row.numbers().items() if field in FIELDS and cell is not None
-        }
-        for place, record in Record.load_all(folder).items()
-        for row in rows([record])
-        if row.h
-    }
-    curves = {
-        f"{name}, layer {layer}": {"value": float(value)}
-        for record in Record.load_all(folder).values()
-        for probe, names in CURVES.items()
-        if probe in record.results
-        for name in names
-        for layer, value in enumerate(record.results[probe].arrays[name])
-    }
-    return found | curves
+    if (study := folder / "metrics.json").exists():
+        return json.loads(study.read_text(encoding="utf-8"))
+    found: dict[str, dict] = {}
+    for place, record in Record.load_all(folder).items():
+        of = f"[{place}]" if place else ""
+        for row in rows([record]):
+            if row.h:
+                cells = row.numbers().items()
+                found[of + row.name] = {field: cell for field, cell in cells if field in FIELDS and cell is not None}
+        for probe, name in ((probe, name) for probe, names in CURVES.items() for name in names):
+            arrays = record.results[probe].arrays if probe in record.results else {}
+            for layer, value in enumerate(arrays.get(name, ())):
+                ends = arrays[f"{name}_null"][layer] if f"{name}_null" in arrays else ()
+                band = {f"control_{end}": float(x) for end, x in zip(("low", "high"), ends, strict=False)}
+                found[f"{of}{name}, layer {layer}"] = {"value": float(value)} | band
+    return found
 
 
 def measure(place: str, names: list[str]) -> None:
@@ -112,18 +118,23 @@ def measure(place: str, names: list[str]) -> None:
         if names and name not in names:
             continue
         words = shlex.split(command)
+        if "GEMMA" in words and "GEMMA" not in os.environ:
+            print(f"{name} left out: set GEMMA to a folder or GGUF file of Gemma-3-270M", flush=True)
+            continue
+        words = [os.environ["GEMMA"] if word == "GEMMA" else word for word in words]
         done = subprocess.run(
             [sys.executable, "-m", *words],
             cwd=place,
-            env=os.environ | {"COLUMNS": "100"},
+            env=os.environ | {"COLUMNS": "100", "PYTHONPATH": str(DOCS.parent)},
             text=True,
             capture_output=True,
         )
         if done.returncode:
             raise SystemExit(f"{command}\n{done.stderr}")
         out = Path(place, words[words.index("--out") + 1]) if "--out" in words else None
-        measured = metrics(out) if out and any(out.rglob("record.json")) else {}
-        lines = [line.rstrip() for line in done.stdout.strip("\n").splitlines()] if name in kept else []
+        measured = metrics(out) if out and any([*out.rglob("record.json"), *out.rglob("metrics.json")]) else {}
+        shown = name in kept or not measured  # what has no record is kept as it prints
+        lines = [line.rstrip() for line in done.stdout.strip("\n").splitlines()] if shown else []
         if lines or measured:
             text = json.dumps({"command": command, "output": lines, "metrics": measured}, indent=1, ensure_ascii=False)
             (STORE / f"{name}.json").write_text(text + "\n", encoding="utf-8")
