@@ -33,7 +33,7 @@ from torch import Tensor, nn
 import llmgeom
 from llmgeom.batch import Batch
 from llmgeom.errors import Unavailable
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.probe import Site
 from llmgeom.probes.interventions.axis import Axis, norm_gain
 from llmgeom.probes.shared.matrices import last_layer
@@ -62,7 +62,7 @@ def null_share(change: Tensor, null: Tensor) -> float:
 
 
 @torch.no_grad()
-def shifted(subject: Subject, x: Tensor, change: Tensor, before: Tensor | None = None) -> dict[str, np.ndarray]:
+def shifted(subject: Model, x: Tensor, change: Tensor, before: Tensor | None = None) -> dict[str, np.ndarray]:
     """Bits by row: the change of entropy `free` and `frozen`, and `kl`, KL(before || after), of the free one.
 
     Args:
@@ -91,7 +91,7 @@ def random_changes(change: Tensor, seed: int) -> Tensor:
     return change.norm(dim=1, keepdim=True) * direction / direction.norm()
 
 
-def axis_changes(subject: Subject, seen: Any, batch: Batch, first: np.ndarray) -> dict[str, tuple[Tensor, np.ndarray]]:
+def axis_changes(subject: Model, seen: Any, batch: Batch, first: np.ndarray) -> dict[str, tuple[Tensor, np.ndarray]]:
     """By axis: how projecting it out changes the last residual of the other half's prompts, and its score of them.
 
     `first` [prompt] bool is the half that the axis is estimated on.
@@ -123,7 +123,7 @@ def _moved(move: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor], Tenso
 
 
 @torch.no_grad()
-def neurons(subject: Subject, seen: Any) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+def neurons(subject: Model, seen: Any) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
     """Of the last gated MLP: activations [row neuron], what each neuron writes [neuron d], and the module or identity
     that takes their sum to the residual stream. Raises Unavailable where the layer's own code gives another sum."""
     block = subject.blocks[-1]
@@ -150,7 +150,7 @@ def neuron_changes(activations: Tensor, writes: Tensor, post: Callable[[Tensor],
     return post(whole - moved[:, None] * writes[one]) - post(whole)
 
 
-def measure(subject: Subject, n: int = PROMPTS, seed: int = 0, draws: int = DRAWS) -> dict[str, dict[str, Any]]:
+def measure(subject: Model, n: int = PROMPTS, seed: int = 0, draws: int = DRAWS) -> dict[str, dict[str, Any]]:
     """Every number by name, as `docs/results.py` stores it."""
     if getattr(subject.unembed.norm, "bias", None) is not None:
         raise Unavailable(f"{subject.name}: its final norm has a bias; this study reads RMS norms")

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from llmgeom.batch import Batch, Tokens
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.probe import Site
 from llmgeom.probes.interventions.intervention import Intervention, Runner, add, rescaled
 from llmgeom.stats.resampling import mean_intervals
@@ -65,7 +65,7 @@ def at_one(numbers: Tensor, place: Tensor, rule: Tensor) -> Batch:
     return Batch(Tokens(numbers, lengths), clusters, {"kind": "task", "name": "orbits"}, query=query)
 
 
-def measure(subject: Subject, world: Recurrence, n: int = N, seed: int = 0) -> dict[str, dict[str, Any]]:
+def measure(subject: Model, world: Recurrence, n: int = N, seed: int = 0) -> dict[str, dict[str, Any]]:
     """Accuracy of each arm by block, with 95 % intervals over rules."""
     drawn = orbits(world, n, seed)
     rule, numbers = drawn[:, :2], drawn[:, 2:]
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str] | None = None, training: Training = TRAINING, 
     train(training, out / "tunnel", device="cpu")
     world = load_world(training.task)
     assert isinstance(world, Recurrence)
-    found = measure(Subject.load(str(out / "tunnel")), world, n)
+    found = measure(Model.load(str(out / "tunnel")), world, n)
     (out / "metrics.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     for name, one in found.items():
         print(f"{name}: {one['value']:.2f} [{one['low']:.2f}, {one['high']:.2f}]")

@@ -6,7 +6,7 @@ import torch
 from scipy.special import log_softmax
 from scipy.stats import entropy
 
-from llmgeom.model.subject import Subject
+from llmgeom.model.model import Model
 from llmgeom.probe import Site
 from llmgeom.wind_tunnels import load_world
 from llmgeom.wind_tunnels.training import train
@@ -17,7 +17,7 @@ from tests.families import FAMILIES, ragged
 
 @pytest.fixture(scope="module", params=["llama", "gemma3_text"])
 def subject(request):
-    return Subject.of(FAMILIES[request.param].model())
+    return Model.of(FAMILIES[request.param].model())
 
 
 def test_directions_that_the_unembedding_does_not_read_are_found_and_act_through_the_norm_alone(subject):
@@ -75,7 +75,7 @@ def tunnel(tmp_path_factory):
     out = tmp_path_factory.mktemp("rescue")
     asked = Training("recurrence:modulus=5,horizon=3,steps=8", "gpt2", width=16, layers=2, steps=4, warmup=1)
     train(asked, out, device="cpu")
-    return Subject.load(str(out)), load_world(asked.task)
+    return Model.load(str(out)), load_world(asked.task)
 
 
 def test_a_rescue_is_the_donor_s_state_at_one_position_as_a_hook_of_transformers_puts_it_there(tunnel, monkeypatch):
