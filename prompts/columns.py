@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,8 +22,9 @@ MOSTLY = 0.9  # least share of numbers in a column of numbers with a few other c
 def kept(rows: Sequence[Mapping[str, Any]], known: frozenset[str]) -> tuple[dict[str, tuple], list[str]]:
     """The additional columns of a table, and those that cannot be kept.
 
-    A cell is a number, a truth value or text; a missing cell is None. Lists and objects are not cells. A whole number
-    of more than 64 bits is text: it is a name, and no table of numbers can contain it.
+    A cell is a number, a truth value or text; a missing cell is None. Lists and objects are no cells, but for the lists
+    of `choices`, which are kept as JSON. A whole number of more than 64 bits is text: it is a name, and no table of
+    numbers can contain it.
 
     Args:
         rows: The table, row by row.
@@ -38,6 +40,8 @@ def kept(rows: Sequence[Mapping[str, Any]], known: frozenset[str]) -> tuple[dict
             left_out.append(f"{name!r} is a column that llmgeom computes")
             continue
         cells = [_cell(row.get(name)) for row in rows]
+        if name == "choices":
+            cells = [json.dumps(cell, ensure_ascii=False) if isinstance(cell, list) else cell for cell in cells]
         nested = [i for i, cell in enumerate(cells, 1) if not isinstance(cell, int | float | str | None)]
         if nested:
             left_out.append(f"{name!r} holds a {type(cells[nested[0] - 1]).__name__} in {row_numbers(nested)}")

@@ -40,7 +40,7 @@ SAID = {
 }
 CHIPS = dict(zip(SAID, ("opposite", "less", "holds", "open"), strict=True))  # word -> its class on the page
 MEASURES: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {"CKA": cka, "RSA": rsa}
-LABEL_FACTS = ("target", "answers", "given", "estimator", "positions")  # flags of `llmgeom probe`
+LABEL_FACTS = ("target", "answers", "given", "positions")  # flags of `llmgeom probe`
 # Flags that say which model is read, where, on which prompts and what of it is measured: a difference in these is the
 # question, or it is refused or left out elsewhere. All others change what a number is.
 NO_SETTING = {

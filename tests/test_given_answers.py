@@ -135,6 +135,39 @@ def test_answers_that_cannot_be_scored_are_refused(column, words):
         read_answers(files.from_frame(frame), "right")
 
 
+def test_choices_of_each_question_are_scored_as_those_of_all_are(run, prompts, subject, tmp_path, monkeypatch):
+    """Every prompt with the same three as `choices`, in an order of its own; the right one as text, letter or index."""
+    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "cache"))
+    rows = [json.loads(line) for line in prompts.read_text(encoding="utf-8").splitlines()]
+    for i, row in enumerate(rows):
+        row["choices"] = [ANSWERS[(i + k) % 3] for k in range(3)] + ["nowhere at all"] * (i == 5)
+        place = row["choices"].index(row["right"])
+        row["right"] = [row["right"], "ABC"[place], str(place)][i % 3]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    asked = {"prompts": str(tmp_path / "own.jsonl"), "answers": "right", "out": str(tmp_path / "run")}
+    own = perform(RunConfig(model="pocket:llama", **asked), subject=subject)[1]
+    assert "log_prob" not in own.results["answers"].arrays  # one question has four answers
+    for name in ("likeliest answer", "right answer", "p of the right answer"):
+        for i, (one, other) in enumerate(zip(own.prompts[name], run.prompts[name], strict=True)):
+            assert i == 5 or one == (pytest.approx(other, abs=1e-4) if name[0] == "p" else other)
+
+
+@pytest.mark.parametrize(
+    ("choices", "right", "words"),
+    [
+        ("yes", "yes", ("column 'choices', row 1: 'yes'", "a list of texts")),
+        (["yes"], "yes", ("row 1 holds 1 different",)),
+        (["yes", "yes"], "yes", ("stands twice",)),
+        (["yes", "no"], "maybe", ("row 1 holds 'maybe'", "A to B")),
+        (["yes", "no"], "C", ("row 1 holds 'C'",)),
+    ],
+)
+def test_choices_that_cannot_be_scored_are_refused(choices, right, words):
+    frame = {"text": [f"p {i}" for i in range(9)], "right": [right] * 9, "choices": [choices] * 9}
+    with refused(UserError, *words):
+        read_answers(files.from_frame(frame), "right")
+
+
 def test_answers_that_the_model_cannot_tell_apart_or_read_are_refused(subject):
     """Equal tokens tie on every prompt, so that the order of answers decided which was right."""
 
@@ -143,14 +176,16 @@ def test_answers_that_the_model_cannot_tell_apart_or_read_are_refused(subject):
 
     batch = files.from_frame({"text": ["One day", "Another day", "Yesterday"], "right": ["Yes", "yes", "no"]})
     with refused(UserError, "--answers right: 'Yes' and 'yes', which pocket:llama reads as the same tokens"):
-        expanded(replace(subject, tokenizer=lower), batch, ("Yes", "no", "yes"), "right")
+        expanded(replace(subject, tokenizer=lower), batch, [("Yes", "no", "yes")] * 3, (0, 2, 1), "right")
     long = "the river " * 200
     with refused(
         UserError, "--answers right: prompt 1 with the answer 'the river", "tokens; pocket:llama reads at most"
     ):
-        expanded(subject, batch, ("no", long), "right")
+        expanded(subject, batch, [("no", long)] * 3, (0, 0, 0), "right")
     with refused(UserError, "prompt 2 has", "tokens"):
-        expanded(subject, files.from_frame({"text": ["a", long], "right": ["a", "b"]}), ("a", "b"), "right")
+        expanded(
+            subject, files.from_frame({"text": ["a", long], "right": ["a", "b"]}), [("a", "b")] * 2, (0, 1), "right"
+        )
 
 
 def test_answers_and_a_target_are_two_runs(prompts):

@@ -4,9 +4,8 @@ from functools import partial
 
 import numpy as np
 import pytest
-from sklearn.cross_decomposition import PLSRegression
-from sklearn.linear_model import LinearRegression, LogisticRegression, Ridge
-from sklearn.metrics import balanced_accuracy_score, log_loss, r2_score, roc_auc_score
+from sklearn.linear_model import Ridge
+from sklearn.metrics import balanced_accuracy_score, r2_score, roc_auc_score
 from sklearn.model_selection import GridSearchCV, PredefinedSplit
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
@@ -45,66 +44,6 @@ def test_predictions_are_those_of_scikit_learns_nested_search(table, rows, given
     assert len(set(np.bincount(fold).tolist())) == 1
     np.testing.assert_allclose(own.prediction[:, 0], expected, rtol=1e-8, atol=1e-8)
     assert own.value == pytest.approx(r2_score(label, expected))
-
-
-@pytest.mark.parametrize("given", [False, True])
-def test_logistic_predictions_are_those_of_scikit_learns_pipeline(table, given):
-    x, label, cluster = table
-    fold, yes = ridge_probe.folds(cluster, 0), label > np.median(label)
-    confounds = np.random.default_rng(6).standard_normal((60, 2)) + x[:, :2] if given else None
-    own = held_out(Design("binary", coded("binary", yes), fold, confounds, estimator="logistic"), [lambda: x])
-    expected = np.empty(60)
-    for held in range(5):
-        out, rest = fold == held, fold != held
-        left = x if confounds is None else x - LinearRegression().fit(confounds[rest], x[rest]).predict(confounds)
-        scaler = StandardScaler().fit(left[rest])
-        losses = []
-        for c in (penalties := 10.0 ** np.arange(-3, 1)):
-            held_in = [
-                (yes[rest][test], LogisticRegression(C=1 / (c * len(train)), max_iter=1000)
-                 .fit(scaler.transform(left[rest])[train], yes[rest][train])
-                 .predict_proba(scaler.transform(left[rest])[test])[:, 1])
-                for train, test in PredefinedSplit(fold[rest]).split()
-            ]  # fmt: skip
-            losses.append(log_loss(*map(np.concatenate, zip(*held_in, strict=True))))
-        best = LogisticRegression(C=1 / (penalties[np.argmin(losses)] * rest.sum()), max_iter=1000)
-        best.fit(scaler.transform(left[rest]), yes[rest])
-        expected[out] = best.predict_proba(scaler.transform(left[out]))[:, 1]
-    np.testing.assert_allclose(own.prediction[:, 0], expected, rtol=1e-6)
-
-
-def test_means_are_the_difference_of_class_means_and_scikit_learns_partial_least_squares(table):
-    x, label, cluster = table
-    fold, yes = ridge_probe.folds(cluster, 0), label > np.median(label)
-    own = held_out(Design("binary", coded("binary", yes), fold, estimator="means"), [lambda: x])
-    rest = fold != 0
-    scaler = StandardScaler().fit(x[rest])
-    z, new = scaler.transform(x[rest]), scaler.transform(x[~rest])
-    along = new @ (z[yes[rest]].mean(0) - z[~yes[rest]].mean(0))
-    np.testing.assert_array_equal(np.argsort(own.prediction[~rest, 0]), np.argsort(along))
-    expected = PLSRegression(1, scale=False).fit(z, yes[rest].astype(float)).predict(new)
-    np.testing.assert_allclose(own.prediction[~rest, 0], expected.ravel(), rtol=1e-6)
-
-
-@pytest.mark.parametrize("estimator", ["logistic", "means"])
-def test_deletions_of_the_other_estimators_are_their_fits_without_the_group(table, estimator):
-    x, label, cluster = table
-    fold, yes = ridge_probe.folds(cluster, 0), label > np.median(label)
-    own = held_out(Design("binary", coded("binary", yes), fold, estimator=estimator), [lambda: x])
-    group, g = groups(cluster, fold), 7
-    prediction = np.empty(60)
-    for held in range(5):
-        out, rest = fold == held, (fold != held) & (group != g)
-        scaler = StandardScaler().fit(x[fold != held])
-        z, new = scaler.transform(x[rest]), scaler.transform(x[out])
-        if estimator == "means":
-            prediction[out] = PLSRegression(1, scale=False).fit(z, yes[rest].astype(float)).predict(new).ravel()
-        else:
-            fit = LogisticRegression(C=1 / (own.penalty[held, 0] * rest.sum()), max_iter=1000).fit(z, yes[rest])
-            prediction[out] = fit.predict_proba(new)[:, 1]
-    kept = group != g
-    expected = score("binary", coded("binary", yes)[kept], prediction[kept, None], fold[kept])
-    assert deletions(own, [lambda: x], cluster).without[1, g] == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_place_is_chosen_without_the_rows_that_are_scored(table):

@@ -141,7 +141,6 @@ def test_the_direction_is_saved_with_its_place(run, subject):
         (["--prompts", "FILE", "--target", "coin", "--cluster", "templat"], ("did you mean 'template'?", "words")),
         (["--prompts", "FILE", "--target", "coin", "--positions", "first"], ("expected last, mean",)),
         (["--prompts", "FILE", "--target", "coin", "--transfer", "long"], ("--transfer long", "at least 3")),
-        (["--prompts", "FILE", "--target", "words", "--estimator", "logistic"], ("--estimator", "'words'")),
         (["--prompts", "FILE", "--target", "coin", "--sites", "head"], ("--sites", "head", "residual")),
         (["--prompts", "FILE", "--target", "coin", "--layers", "x"], ("--layers", "all")),
         (["--prompts", "FILE", "--target", "coin", "--kind", "number"], ("number", "'a'")),
@@ -159,18 +158,14 @@ def test_refusals_before_a_weight_is_read(flags, words, prompts, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--answers", "coin", "--estimator", "logistic"], ("--estimator logistic", "--answers coin")),
         (["--answers", "coin", "--sites", "value"], ("--sites value", "--answers coin")),
         (["--answers", "coin", "--given", "words"], ("--given words", "leave it out")),
         (["--answers", "coin", "--control-models", "3"], ("--control-models 3", "--answers coin")),
-        (["--log", "x.jsonl"], ("--prompts", "--log x.jsonl", "a log holds")),
     ],
 )
-def test_flags_that_answers_and_logs_do_not_read_are_refused(flags, words, prompts):
+def test_flags_that_answers_do_not_read_are_refused(flags, words, prompts):
     shown = CliRunner().invoke(main, ["probe", "--prompts", str(prompts), *flags])
     assert shown.exit_code == 1 and all(word in shown.stderr for word in words), shown.output
-    shown = CliRunner().invoke(main, ["probe", "--log", "x.jsonl", "--kind", "number"])
-    assert shown.exit_code == 1 and "--kind number with --log x.jsonl: it is not read there" in shown.stderr
 
 
 def test_a_class_that_controls_would_not_see_is_refused_before_a_weight_is_read(tmp_path, monkeypatch):

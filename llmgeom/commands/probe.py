@@ -9,28 +9,22 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from llmgeom.commands import config
 from llmgeom.commands.job import Ask, Job, JobOutput
-from llmgeom.commands.output import show_record
 from llmgeom.errors import UserError, unknown
 from llmgeom.files import digest
 from llmgeom.flags import LARGEST_SEED, control_flag, measure_flag, output_flag, places, prompt_flag
-from llmgeom.model import hub
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from llmgeom.batch import Batch
     from llmgeom.model.model import Model
     from llmgeom.plan import Plan
     from llmgeom.probes.labels.probe import LabelProbe
-    from llmgeom.prompts.logs import AnswerLog
     from llmgeom.record import Record
 
 SITES = ("residual", "value", "key", "query", "z", "attn_out", "mlp_out")
 LABEL = "label"  # the probe's name in a record
 AUTOMATIC = ("length", "final_token")
-# Flags that answers do not read, and all that a log does.
-OF_LABELS = ("kind", "estimator", "given", "transfer", "sites", "layers", "positions", "nulls")
-OF_LOGS = ("log", "cluster", "seed", "offline", "out")
+# Flags that answers do not read.
+OF_LABELS = ("kind", "given", "transfer", "sites", "layers", "positions", "nulls")
 MOST_DOCUMENTS = 1000  # of a data set: as many as the controls read
 
 
@@ -43,18 +37,13 @@ class RunConfig(config.ChatConfig):
     prompts: str | None = prompt_flag(None, "Prompts with labels: .jsonl, .csv, .parquet or hf:DATASET.")
     target: str | None = prompt_flag(None, "The column of labels to predict.")
     answers: str | None = prompt_flag(
-        None, "Instead of --target: the column of right answers, scored by log-probability."
-    )
-    log: str | None = prompt_flag(
-        None, "Instead of a model: answers that lm-eval (--log_samples) or inspect_ai logged."
+        None,
+        "Instead of --target: the column of right answers, scored among all, or among the row's `choices`.",
     )
     cluster: str | None = prompt_flag(
         None, "Column whose equal values stay in one fold. [default: template, or each row]"
     )
     kind: Literal["auto", "binary", "classes", "number"] = measure_flag("auto", "Type of the label.")
-    estimator: Literal["ridge", "logistic", "means"] = measure_flag(
-        "ridge", "means: along the difference of class means."
-    )
     given: tuple[str, ...] = measure_flag(
         AUTOMATIC, "Confounds to remove: columns, length, final_token; or none.", listed=True
     )
@@ -86,9 +75,7 @@ class RunConfig(config.ChatConfig):
         places("--layers", self.layers, 1, strict=False)
         given = () if self.given == ("none",) else tuple(dict.fromkeys(self.given))
         sites = tuple(dict.fromkeys(Site(site) for site in self.sites))
-        return LabelProbe(
-            self.target, self.kind, sites, None, given, self.estimator, self.transfer, read_positions(self.positions)
-        )
+        return LabelProbe(self.target, self.kind, sites, None, given, self.transfer, read_positions(self.positions))
 
 
 @config.command(
@@ -96,15 +83,10 @@ class RunConfig(config.ChatConfig):
     JobOutput,
     examples=[
         "llmgeom probe --model EleutherAI/pythia-410m --prompts mine.jsonl --target correct --given length,source",
-        "llmgeom probe --log samples_arc_easy_2026-01-31.jsonl",
     ],
 )
 def main(settings: RunConfig, output: JobOutput) -> int:
     """Test whether a label of your own is linearly readable from activations, beyond controls and confounds."""
-    if settings.log:
-        if output.dry_run:
-            raise UserError(f"--dry-run with --log {settings.log}: a log is scored without a model; leave one out")
-        return show_record(perform, settings, output)
     return prepare(settings).show(output, best_places)
 
 
@@ -119,8 +101,6 @@ def best_places(record: Record) -> Iterator[str]:
 
 def perform(settings: RunConfig, subject: Model | None = None) -> tuple[Path, Record]:
     """Check, load, measure, save the record and its page; (folder, record)."""
-    if settings.log:
-        return _logged(settings)
     return prepare(settings).perform(subject)
 
 
@@ -191,7 +171,7 @@ def _asked_label(settings: RunConfig, batch: Batch) -> Ask:
         from llmgeom.probes.labels.inputs import queried
 
         asked = replace(probe, layers=chosen(subject))
-        facts = {"target": probe.target, "given": ",".join(probe.given) or "none", "estimator": probe.estimator}
+        facts = {"target": probe.target, "given": ",".join(probe.given) or "none"}
         facts |= {"positions": ",".join(map(str, probe.positions))}
         inputs = queried(batch, subject.tokens(batch), probe.positions)
         draws = (settings.nulls, settings.seed, settings.batch_tokens)
@@ -213,18 +193,18 @@ def _asked_answers(settings: RunConfig, batch: Batch, column: str) -> Ask:
     """Which answers of a column the model prefers after each prompt. Raises UserError for one that holds no answers."""
     from llmgeom.probes.labels.answers import PROBE, AnswersProbe, expanded, prompt_columns, read_answers
 
-    answers = read_answers(batch, column)
+    answers, right = read_answers(batch, column)
 
     def by_prompt(record: Record, _: object) -> Record:
         """The record with a row for each prompt instead of each input."""
-        prompts = prompt_columns(batch, record, answers, column)
+        prompts = prompt_columns(batch, record, answers, right)
         return replace(record, prompts=prompts, facts={**record.facts, "prompts": len(batch)})
 
-    def ask(subject: Model) -> Plan:
-        """Each prompt is read once for every answer."""
+    def ask(subject: Subject) -> Plan:
+        """Each prompt is read once for each of its answers."""
         from llmgeom.plan import Plan
 
-        inputs, probe = expanded(subject, batch, answers, column), AnswersProbe(answers, column)
+        inputs, probe = expanded(subject, batch, answers, right, column), AnswersProbe(answers, column)
         draws = (settings.nulls, settings.seed, settings.batch_tokens)
         facts = {"answers": column}
         return Plan.of(subject, inputs, {PROBE: probe}, *draws, facts=facts, whole=False, finish=by_prompt)
@@ -238,54 +218,3 @@ def _save_direction(record: Record, out: Path) -> None:
 
     if direction := SavedDirection.of(record, LABEL):
         direction.save(out / "direction.safetensors")
-
-
-def _logged(settings: RunConfig) -> tuple[Path, Record]:
-    """Score the answers of a log: no model is loaded. (folder, record)."""
-    import numpy as np
-
-    from llmgeom import __version__, claims
-    from llmgeom.probes.labels.answers import PROBE, scored
-    from llmgeom.prompts import logs
-    from llmgeom.record import Record
-
-    of_default = {"model"} if settings.model == hub.default()[0] else set()
-    unread = [field for field in settings.changed if field not in {*OF_LOGS, *of_default}]
-    settings.refuse_unread(unread, f"--log {settings.log}", ": a log holds prompts and answers")
-    log = logs.read(str(settings.log), settings.cluster)
-    content = {"text": log.text, "log_prob": log.log_prob, "right": log.right, "cluster": log.cluster}
-    spec = digest(content | {"seed": settings.seed})
-    out = Path(settings.out or f"runs/{config.safe(log.model or 'log')}-answers-{config.safe(log.name)}-{spec[:8]}")
-    result = scored(log.log_prob, np.array(log.right), np.array(log.cluster), settings.seed, log.notes).lowered()
-    config.check_folder(out, spec)
-    facts = {"llmgeom": __version__, "claims_hash": claims.digest(), "seed": settings.seed, "spec": spec}
-    record = Record(
-        results=claims.judge({PROBE: result}),
-        unmeasured={},
-        prompts=_logged_prompts(log, result.arrays["entropy"]),
-        subject={"name": log.model or "the logged model"},
-        source={"kind": "log", "name": log.name, "n": len(log.text)},
-        facts=facts | {"answers": "the log", "command": settings.command()},
-    )
-    config.keep(record, out)
-    return out, record
-
-
-def _logged_prompts(log: AnswerLog, entropy: np.ndarray) -> dict[str, tuple]:
-    """The table of a log's prompts; entropy in bits, [prompt]."""
-    from llmgeom.probes.labels.answers import probabilities
-
-    n, probability = len(log.text), probabilities(log.log_prob)
-    likeliest = probability.argmax(1)
-    return {
-        "tags": ("",) * n,
-        "domain": (log.name,) * n,
-        "template": log.cluster,
-        "text": log.text,
-        "likeliest answer": tuple(answers[i] for answers, i in zip(log.answers, likeliest, strict=True)),
-        "right answer": tuple(answers[i] for answers, i in zip(log.answers, log.right, strict=True)),
-        "p of the right answer": tuple(probability[range(n), log.right].round(6).tolist()),
-        "correct": tuple((likeliest == log.right).astype(int).tolist()),
-        "entropy": tuple(entropy.round(6).tolist()),
-        "tokens": (0,) * n,
-    }

@@ -1,7 +1,4 @@
-"""Nested cross-validation of a label probe over layers: penalty and layer are chosen without the scored rows.
-
-Estimators of a label: ridge regression (`stats.ridge_probe`), logistic regression, and class means.
-"""
+"""Nested cross-validation of a label probe over layers: penalty and layer are chosen without the scored rows."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, Shaped
@@ -19,14 +16,12 @@ from llmgeom.errors import UserError
 from llmgeom.stats import ridge_probe
 from llmgeom.stats.label_scores import Kind, score, scores
 from llmgeom.stats.resampling import LEAST_CLUSTERS, Clusters, Deletions, Interval, student_quantile
-from llmgeom.stats.ridge_probe import Readout, groups, residuals, standardised
+from llmgeom.stats.ridge_probe import groups, residuals, standardised
 
 Fit = TypeVar("Fit")
 Place = Callable[[], np.ndarray]  # loads [row coordinate] of one layer
 REFITTED = 2000  # up to this number of rows an interval refits without each group of clusters
 MOST_AT_ONCE = 4  # places in memory; one with 10,000 rows and 1,024 coordinates takes about 0.4 GiB
-Estimator = Literal["ridge", "logistic", "means"]
-PENALTIES = {"logistic": 10.0 ** np.arange(-3, 1), "means": np.ones(1)}  # per row
 
 
 @dataclass(frozen=True)
@@ -43,7 +38,6 @@ class Design:
     truth: Float[np.ndarray, "row column"]
     fold: Int[np.ndarray, " row"]
     confounds: Float[np.ndarray, "row confound"] | None = None
-    estimator: Estimator = "ridge"
 
     def score(self, prediction: Float[np.ndarray, "row column"], rows: np.ndarray | None = None) -> float:
         """The score of predictions of all rows (`label_scores.score`), or of these rows alone."""
@@ -118,10 +112,7 @@ def held_out(design: Design, places: Sequence[Place], orders: Int[np.ndarray, "d
         return scores(design.kind, columns, predictions, fold)
 
     def fit(x: np.ndarray) -> tuple[ridge_probe.Readout, np.ndarray]:
-        if design.estimator == "ridge":
-            read = ridge_probe.read(x, side_by_side, fold, design.confounds)
-        else:
-            read = by_estimator(design.estimator, x, side_by_side, fold, design.confounds)
+        read = ridge_probe.read(x, side_by_side, fold, design.confounds)
         return read, scored(read.prediction.reshape(columns.shape))
 
     at, by_draw, errors, penalties = [], [], [], []  # of each place
@@ -269,77 +260,12 @@ def direction(
     return weights * inverse
 
 
-def fitted(estimator: str, z: np.ndarray, y: np.ndarray, new: np.ndarray, penalty: float) -> np.ndarray:
-    """Predictions of new rows from standardised rows z and a label y.
-
-    "logistic": probability of 1, by scikit-learn's LogisticRegression: mean log loss + penalty |w|^2 / 2, free
-    intercept. "means": least squares along the covariance of z and y, for a binary label the difference of class means;
-    it has no penalty.
-    """
-    if estimator == "logistic":
-        from sklearn.linear_model import LogisticRegression
-
-        return LogisticRegression(C=1 / (penalty * len(z)), max_iter=1000).fit(z, y > 0.5).predict_proba(new)[:, 1]
-    centre, left = z.mean(0), y - y.mean()
-    weights = (z - centre).T @ left
-    along = (z - centre) @ weights
-    size = along @ along
-    slope = along @ left / size if size > 1e-20 * np.square(z - centre).sum() ** 2 * (left @ left) else 0.0
-    return y.mean() + slope * ((new - centre) @ weights)
-
-
-def by_estimator(
-    estimator: str,
-    x: Float[np.ndarray, "row coordinate"],
-    y: Float[np.ndarray, "row column"],
-    fold: Int[np.ndarray, " row"],
-    confounds: Float[np.ndarray, "row confound"] | None = None,
-) -> Readout:
-    """Held-out predictions as by `ridge_probe.read`, by `fitted`, for each column of y separately: with the one of
-    PENALTIES that has the least mean loss (log loss in nats, or squared error) in the inner folds.
-
-    Raises UserError: a column is constant outside a fold, or values are not finite.
-    """
-    if not (np.isfinite(x).all() and np.isfinite(y).all()):
-        raise UserError("a label cannot be predicted from values that are not finite; drop those rows")
-    folds, penalties = int(fold.max()) + 1, PENALTIES[estimator]
-    prediction, penalty, error = np.empty(y.shape), np.empty((folds, y.shape[1])), np.empty((folds, y.shape[1]))
-
-    def inner(z: np.ndarray, truth: np.ndarray, part: np.ndarray, strength: float) -> float:
-        """Mean loss of all rows, each fold held out in turn; infinite if the label is constant outside a fold."""
-        found = np.empty(len(truth))
-        for one in np.unique(part):
-            out = part == one
-            if truth[~out].max() == truth[~out].min():
-                return np.inf
-            found[out] = fitted(estimator, z[~out], truth[~out], z[out], strength)
-        if estimator == "means":
-            return float(np.square(truth - found).mean())
-        p = np.clip(found, 1e-12, 1 - 1e-12)
-        return float(-(truth * np.log(p) + (1 - truth) * np.log(1 - p)).mean())
-
-    for place in range(folds):
-        out, rest = fold == place, fold != place
-        residual = residuals(x, confounds, rest)
-        z, new = standardised(residual[rest], residual[out])
-        z, new = (part * np.sqrt(z.any(0).sum()) for part in (z, new))  # to sd 1, as scikit-learn scales
-        for column in range(y.shape[1]):
-            truth = y[rest, column]
-            if truth.max() == truth.min():
-                raise UserError(f"the label is constant over {rest.sum()} rows: nothing can be learnt from them")
-            losses = [inner(z, truth, fold[rest], one) for one in penalties]
-            best = int(np.argmin(losses))
-            penalty[place, column], error[place, column] = penalties[best], losses[best]
-            prediction[out, column] = fitted(estimator, z, truth, new, penalties[best])
-    return Readout(y, prediction, fold, penalty, error)
-
-
 def _refitted(
     design: Design, places: Sequence[Place], group: np.ndarray, chosen: np.ndarray, penalty: np.ndarray
 ) -> Float[np.ndarray, "group row column"]:
     """Predictions of the rows outside each group from fits without the group.
 
-    Ridge regression gets them exactly from one fit to all rows. Let Z be the m rows, centred, and y their targets;
+    They follow exactly from one fit to all rows. Let Z be the m rows, centred, and y their targets;
     B = (Z' Z + penalty)^-1 Z'; H = Z B + 1 / m, which maps targets to fits; h = n B + 1 / m, the same for a new row n.
     Without the rows G a new prediction changes by -h_G (I - H_GG)^-1 (y - Z B y)_G: deleted residuals of least squares
     with a quadratic penalty. Derived here.
@@ -351,15 +277,7 @@ def _refitted(
             out, rest = np.flatnonzero(design.fold == test_fold), np.flatnonzero(design.fold != test_fold)
             y, residual = design.truth[rest], residuals(x, design.confounds, design.fold != test_fold)
             z, new = standardised(residual[rest], residual[out])
-            if design.estimator == "ridge":
-                found[:, out] = _ridge_without(z, y, new, group[rest], penalty[test_fold], len(found))
-                continue
-            root = np.sqrt(z.any(0).sum())
-            for g in range(len(found)):
-                kept = group[rest] != g
-                for column, strength in enumerate(penalty[test_fold]):
-                    part = z[kept] * root, y[kept, column], new * root
-                    found[g, out, column] = fitted(design.estimator, *part, strength)
+            found[:, out] = _ridge_without(z, y, new, group[rest], penalty[test_fold], len(found))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,7 +12,7 @@ from scipy.stats import binomtest
 
 from llmgeom.batch import Batch, Rows, Text, Tokens, recorded
 from llmgeom.claims import Null, cut, declared, estimate
-from llmgeom.errors import NO_TOKENIZER, UserError
+from llmgeom.errors import NO_TOKENIZER, UserError, brief
 from llmgeom.model.tokenizing import encode
 from llmgeom.probe import MOST_PROMPTS, Model, Needs, Observer, ProbeInput, Step
 from llmgeom.probes.shared.nulls import permutation_null
@@ -32,6 +33,7 @@ from llmgeom.stats.resampling import LEAST_CLUSTERS, Transform, jackknife
 
 PROBE = "answers"
 PROMPT, RIGHT = "prompt", "right"  # columns of the expanded batch
+CHOICES = "choices"  # the column of a prompt's own answers
 MOST_ANSWERS = 20  # different ones
 DRAWS = 199
 CLAIMS = declared(PROBE)
@@ -54,6 +56,8 @@ class Answers(Result):
     confidence: np.ndarray = quantity("confidence", "fraction", "mean confidence: a calibrated model lies here")
     count: np.ndarray = quantity("confidence", "prompts", "prompts in each bin")
     log_prob: np.ndarray | None = quantity("prompt answer", "bits", "log2-probability of each answer, all its tokens")
+    likeliest: np.ndarray = quantity("prompt", "index", "the likeliest answer, from 0")
+    right_probability: np.ndarray = quantity("prompt", "fraction", "probability of the right among the answers")
     entropy: np.ndarray = quantity(
         "prompt", "bits", "entropy of the next token; of the answers where only these are known"
     )
@@ -127,6 +131,8 @@ def scored(
         confidence=mean,
         count=count.astype(np.float64),
         log_prob=np.array(log_prob, dtype=np.float64) / np.log(2) if regular else None,
+        likeliest=answer.astype(np.float64),
+        right_probability=probability[rows, right],
         entropy=entropy,
         tokens=None if tokens is None else tokens.astype(np.float64),
         estimates=(
@@ -165,11 +171,11 @@ class AnswersProbe:
     """A probe that scores the answers of a batch from `expanded`.
 
     Attributes:
-        answers: the answers, in the order of the batch.
+        answers: [prompt] its answers, in the order of the batch.
         column: the column of right answers.
     """
 
-    answers: tuple[str, ...]
+    answers: tuple[tuple[str, ...], ...]
     column: str
 
     @property
@@ -179,45 +185,81 @@ class AnswersProbe:
 
     def measure(self, data: ProbeInput) -> Answers:
         """Accuracy, calibration and ranking, with intervals by cluster."""
-        capture, width = data.capture, len(self.answers)
+        capture, rows = data.capture, data.capture.prompt.numpy()
         inputs = len(capture.lengths)
-        rows = capture.prompt.numpy()
-        total = np.bincount(rows, capture.observed("answer.log_prob").double().numpy(), inputs).reshape(-1, width)
-        first = np.unique(rows, return_index=True)[1][::width]  # the row before each prompt's first answer
-        right = np.array(capture.batch.columns[RIGHT], dtype=np.int64)[::width]
-        clusters = np.array(capture.batch.cluster)[::width]
-        tokens = capture.position.numpy()[first] + 1
-        common = int(np.bincount(right, minlength=width).max())
+        total = np.bincount(rows, capture.observed("answer.log_prob").double().numpy(), inputs)
+        _, start = np.unique(capture.batch.columns[PROMPT], return_index=True)  # the first input of each prompt
+        first = np.unique(rows, return_index=True)[1][start]  # and its row before the first answer
+        right = np.array(capture.batch.columns[RIGHT], dtype=np.int64)[start]
+        clusters = np.array(capture.batch.cluster)[start]
+        alike = len(set(self.answers)) == 1
+        said = ", ".join(map(repr, self.answers[0])) if alike else "of each prompt its own (choices)"
+        what = "answer" if alike else "place of the right answer among the choices"
         notes = (
-            f"answers: {', '.join(map(repr, self.answers))}; right ones in column {self.column!r}",
-            f"the most common answer is right for {common / len(right):.2f} of the prompts",
+            f"answers: {said}; right ones in column {self.column!r}",
+            f"the most common {what} is right for {np.bincount(right).max() / len(right):.2f} of the prompts",
         )
-        of_prompts = {"entropy": data.entropy[first], "tokens": tokens}
-        return scored(total.tolist(), right, clusters, data.seed, notes, names=self.answers, **of_prompts)
+        log_prob = [part.tolist() for part in np.split(total, start[1:])]
+        of_prompts = {"entropy": data.entropy[first], "tokens": capture.position.numpy()[first] + 1}
+        names = self.answers[0] if alike else ()
+        return scored(log_prob, right, clusters, data.seed, notes, names=names, **of_prompts)
 
 
-def read_answers(batch: Batch, column: str) -> tuple[str, ...]:
-    """The different answers of a column.
+def read_answers(batch: Batch, column: str) -> tuple[tuple[tuple[str, ...], ...], tuple[int, ...]]:
+    """[prompt] its answers, and the index of the right one.
 
-    Raises UserError: one answer, more than 20, a blank one, two that differ only in space, or fewer than 5 clusters.
+    Answers are the prompt's own in a column `choices` (a list, in CSV as JSON); the right one is then given by its
+    text, a letter (A is the first), or its index from 0. Without such a column they are the different cells of
+    `column`.
+
+    Raises UserError: fewer than 2 answers or more than 20, a blank one, two that differ only in space, a right one that
+    is no answer, or fewer than 5 clusters.
     """
-    cells = [str(cell) for cell in batch.column(column)]
-    answers = tuple(sorted(set(cells)))
-    if not 2 <= len(answers) <= MOST_ANSWERS:
-        raise UserError(
-            f"--answers {column}: the column holds {len(answers)} different answers; 2 to {MOST_ANSWERS} are expected, "
-            "since every answer is scored after every prompt"
-        )
-    if any(not answer.strip() for answer in answers):
-        raise UserError(f"--answers {column}: one answer is blank; write what the model should say")
-    _refuse_alike(column, {answer: answer.strip() for answer in answers}, "differ only in the space around them")
+    cells, own = [str(cell) for cell in batch.column(column)], CHOICES in batch.columns and column != CHOICES
+    every = sorted(set(cells))
+    answers, right = [], []
+    for row, cell in enumerate(cells, 1):
+        given = _choices(batch.columns[CHOICES][row - 1], f"row {row}") if own else tuple(every)
+        where = f"row {row} holds" if own else "the column holds"
+        if not 2 <= len(given) <= MOST_ANSWERS:
+            raise UserError(
+                f"--answers {column}: {where} {len(given)} different answers; 2 to {MOST_ANSWERS} are expected, "
+                "since every answer is scored after its prompt"
+            )
+        if any(not answer.strip() for answer in given):
+            raise UserError(f"--answers {column}: one answer is blank ({where} it); write what the model should say")
+        _refuse_alike(column, {answer: answer.strip() for answer in given}, "differ only in the space around them")
+        place = {chr(ord("A") + i): i for i in range(len(given))} | {str(i): i for i in range(len(given))}
+        place |= {answer: i for i, answer in enumerate(given)}
+        if cell not in place:
+            raise UserError(
+                f"--answers {column}: row {row} holds {cell!r}, which is none of its choices: expected the text of "
+                f"one, a letter A to {chr(ord('A') + len(given) - 1)}, or an index from 0"
+            )
+        answers.append(given)
+        right.append(place[cell])
     if len(set(batch.cluster)) < LEAST_CLUSTERS:
         raise UserError(f"--answers {column}: {len(set(batch.cluster))} clusters; at least {LEAST_CLUSTERS} are needed")
-    return answers
+    return tuple(answers), tuple(right)
 
 
-def expanded(subject: Model, batch: Batch, answers: Sequence[str], column: str) -> Batch:
-    """Every prompt followed by every answer; queried at the positions whose next token belongs to the answer.
+def _choices(cell: object, where: str) -> tuple[str, ...]:
+    """The answers of one prompt. Raises UserError for a cell that is no list of texts."""
+    try:
+        found = json.loads(str(cell))
+    except ValueError:
+        found = None
+    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+        raise UserError(f'column {CHOICES!r}, {where}: {brief(cell)}, expected a list of texts, e.g. ["yes", "no"]')
+    if len(set(found)) < len(found):
+        raise UserError(f"column {CHOICES!r}, {where}: an answer stands twice in {brief(cell)}; name each once")
+    return tuple(found)
+
+
+def expanded(
+    subject: Subject, batch: Batch, answers: Sequence[Sequence[str]], right: Sequence[int], column: str
+) -> Batch:
+    """Every prompt followed by each of its answers; queried at the positions whose next token belongs to the answer.
 
     An answer follows after one space. Its tokens are those of the whole text beyond the prompt's; if the tokenizer
     merges prompt and answer, the answer is tokenized alone and appended. In a chat template the answer is the
@@ -226,63 +268,42 @@ def expanded(subject: Model, batch: Batch, answers: Sequence[str], column: str) 
     """
     if subject.tokenizer is None:
         raise UserError(f"{subject.name} {NO_TOKENIZER}")
-    many = batch.take([i for i in range(len(batch)) for _ in answers])
-    pairs = _tokenized(subject, batch, many, answers, column)
-    limit = subject.facts["positions"]
-    for i, (prompt, whole) in enumerate(pairs):
-        number, answer = i // len(answers) + 1, answers[i % len(answers)]
-        if len(whole) == len(prompt):
+    chat, prompts = bool(subject.facts.get("chat")), [prompt.rstrip() for prompt in batch.text]
+    rows = [(i, answer.strip()) for i, own in enumerate(answers) for answer in own]
+    many = batch.take([i for i, _ in rows])
+    before = _ids(subject.tokens(replace(batch, inputs=Text(tuple(prompts)))))
+    joined = replace(many, inputs=Text(tuple(f"{prompts[i]} {answer}" for i, answer in rows)))
+    together = [] if chat else _ids(encode(joined, subject.tokenizer, subject.facts, subject.name))
+    alone = {
+        answer: subject.tokenizer(f"{'' if chat else ' '}{answer}", add_special_tokens=False)["input_ids"]
+        for answer in dict.fromkeys(answer for _, answer in rows)
+    }
+    for own in dict.fromkeys(map(tuple, answers)):
+        same = f"{subject.name} reads as the same tokens"
+        _refuse_alike(column, {answer: tuple(alone[answer.strip()]) for answer in own}, same)
+    wholes, starts, limit = [], [], subject.facts["positions"]
+    for at, (i, answer) in enumerate(rows):
+        whole = [*before[i], *alone[answer]]
+        if not chat and together[at][: len(before[i])] == before[i] and len(together[at]) > len(before[i]):
+            whole = together[at]
+        if len(whole) == len(before[i]):
             raise UserError(f"--answers {column}: {answer!r} has no tokens")
         if limit is not None and len(whole) > limit:
             raise UserError(
-                f"--answers {column}: prompt {number} with the answer {answer[:40]!r} has "
+                f"--answers {column}: prompt {i + 1} with the answer {answer[:40]!r} has "
                 f"{len(whole)} tokens; {subject.name} reads at most {limit}: shorten one of them"
             )
-    padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(whole) for _, whole in pairs], batch_first=True)
-    starts = torch.tensor([len(prompt) - 1 for prompt, _ in pairs])
-    lengths = torch.tensor([len(whole) for _, whole in pairs])
+        wholes.append(torch.tensor(whole))
+        starts.append(len(before[i]) - 1)
+    padded, lengths = torch.nn.utils.rnn.pad_sequence(wholes, batch_first=True), torch.tensor([*map(len, wholes)])
     place = torch.arange(padded.shape[1])
-    query = (place >= starts[:, None]) & (place < lengths[:, None] - 1)
-    cells = [str(cell) for cell in batch.column(column)]
     return Batch(
         Tokens(padded, lengths),
         many.cluster,
         {**batch.source, "answers": column},
-        query=query,
-        columns={
-            PROMPT: tuple(i for i in range(len(batch)) for _ in answers),
-            RIGHT: tuple(answers.index(cell) for cell in cells for _ in answers),
-        },
+        query=(place >= torch.tensor(starts)[:, None]) & (place < lengths[:, None] - 1),
+        columns={PROMPT: tuple(i for i, _ in rows), RIGHT: tuple(right[i] for i, _ in rows)},
     )
-
-
-def _tokenized(
-    subject: Model, batch: Batch, many: Batch, answers: Sequence[str], column: str
-) -> list[tuple[list[int], list[int]]]:
-    """The tokens of each prompt, and of this prompt followed by each answer; see `expanded`. `many` repeats prompts."""
-    chat, prompts = bool(subject.facts.get("chat")), [prompt.rstrip() for prompt in batch.text]
-    space = "" if chat else " "
-    before = _ids(subject.tokens(_with_text(batch, prompts)))
-    joined = _with_text(many, [f"{prompt} {answer.strip()}" for prompt in prompts for answer in answers])
-    together = [] if chat else _ids(encode(joined, subject.tokenizer, subject.facts, subject.name))
-    alone = {
-        answer: subject.tokenizer(f"{space}{answer.strip()}", add_special_tokens=False)["input_ids"]
-        for answer in answers
-    }
-    _refuse_alike(
-        column, {answer: tuple(ids) for answer, ids in alone.items()}, f"{subject.name} reads as the same tokens"
-    )
-    pairs = []
-    for i in range(len(many)):
-        prompt, appended = before[i // len(answers)], alone[answers[i % len(answers)]]
-        continues = not chat and together[i][: len(prompt)] == prompt and len(together[i]) > len(prompt)
-        pairs.append((prompt, together[i] if continues else [*prompt, *appended]))
-    return pairs
-
-
-def _with_text(batch: Batch, strings: Sequence[str]) -> Batch:
-    """The batch with other texts instead of its prompts."""
-    return replace(batch, inputs=Text(tuple(strings)))
 
 
 def _ids(tokens: Tokens | Rows) -> list[list[int]]:
@@ -298,7 +319,9 @@ def _refuse_alike(column: str, answers: Mapping[str, Hashable], why: str) -> Non
             raise UserError(f"--answers {column}: {other!r} and {answer!r}, which {why}; write them alike")
 
 
-def prompt_columns(batch: Batch, record: Record, answers: Sequence[str], column: str) -> dict[str, tuple]:
+def prompt_columns(
+    batch: Batch, record: Record, answers: Sequence[Sequence[str]], right: Sequence[int]
+) -> dict[str, tuple]:
     """The prompt table: the original prompts, the model's answer, and the probability of the right answer."""
     n = len(batch)
     columns = {name: recorded(column) for name, column in batch.columns.items()}
@@ -306,13 +329,11 @@ def prompt_columns(batch: Batch, record: Record, answers: Sequence[str], column:
     if PROBE not in record.results:
         return {**table, "entropy": (0.0,) * n, "tokens": (0,) * n}
     arrays = record.results[PROBE].arrays
-    log_prob = arrays["log_prob"]
-    probability = np.exp2(log_prob - np.logaddexp2.reduce(log_prob, axis=1, keepdims=True))
-    right = [answers.index(str(cell)) for cell in batch.column(column)]
     return {
         **table,
         "entropy": tuple(arrays["entropy"].round(6).tolist()),
         "tokens": tuple(arrays["tokens"].astype(int).tolist()),
-        "likeliest answer": tuple(answers[i] for i in probability.argmax(1)),
-        "p of the right answer": tuple(probability[np.arange(n), right].round(6).tolist()),
+        "likeliest answer": tuple(own[int(i)] for own, i in zip(answers, arrays["likeliest"], strict=True)),
+        "right answer": tuple(own[i] for own, i in zip(answers, right, strict=True)),
+        "p of the right answer": tuple(arrays["right_probability"].round(6).tolist()),
     }

@@ -43,7 +43,6 @@ from llmgeom.stats import ridge_probe
 from llmgeom.stats.label_scores import METRICS, bounds, chance, classified, coded, moved, require_orders
 from llmgeom.stats.nested_probe import (
     Design,
-    Estimator,
     HeldOut,
     Place,
     deletions,
@@ -55,7 +54,7 @@ from llmgeom.stats.nested_probe import (
 from llmgeom.stats.resampling import Deletions, Interval, band, interval_ends
 
 PROBE, TITLE = "label", "Label probe"
-PERMUTATIONS = {"ridge": 199, "means": 199, "logistic": 79}  # the last is iterative: 199 take minutes
+PERMUTATIONS = 199
 PERMUTED, NO_CONTEXT, BAG = "labels in another order", "no context", "bag of tokens"
 BEYOND = ", beyond every control"  # of the declared claim; what a run holds fixed stands before it
 LEFT_IN = "this model, confounds left in"
@@ -74,7 +73,6 @@ class LabelProbe:
         sites: the sites from which it is read.
         layers: the layers; None for all.
         given: confounds to remove.
-        estimator: the estimator of the label.
         transfer: a column; each of its values is also predicted from the others.
         positions: prompt positions: "last", "mean", or a place from the end, e.g. -2.
     """
@@ -84,7 +82,6 @@ class LabelProbe:
     sites: tuple[Site, ...] = (Site.RESIDUAL,)
     layers: tuple[int, ...] | None = None
     given: tuple[str, ...] = ()
-    estimator: Estimator = "ridge"
     transfer: str | None = None
     positions: tuple[Position, ...] = (LAST,)
 
@@ -94,8 +91,6 @@ class LabelProbe:
         Raises UserError: a column cannot be used, or a transfer cannot be measured.
         """
         target = read_target(batch, self.target, self.kind)
-        if self.estimator == "logistic" and target.kind == "number":
-            raise UserError(f"--estimator logistic: column {self.target!r} is a number; give ridge or means")
         if self.transfer is not None:
             transferred(batch, target, self.transfer)
         return target
@@ -178,10 +173,10 @@ class _Measurement:
         confounds = confounds_of(self.final, probe.given)
         if confounds is not None:
             self._check_left(confounds)
-        self.design = Design(self.target.kind, self.truth, self.fold, confounds, probe.estimator)
+        self.design = Design(self.target.kind, self.truth, self.fold, confounds)
         self.places = probe.places(data.capture)
         self.loaders = list(self.places.values())
-        orders = moved(self.label, self.clusters, PERMUTATIONS[probe.estimator], data.seed, stratified)
+        orders = moved(self.label, self.clusters, PERMUTATIONS, data.seed, stratified)
         self.own = held_out(self.design, self.loaders, orders)
         if self.own.flat:
             removed = f" once {', '.join(probe.given)} are removed" * (confounds is not None)
