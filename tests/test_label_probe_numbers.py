@@ -4,7 +4,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from sklearn.linear_model import Ridge
+from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.metrics import balanced_accuracy_score, r2_score, roc_auc_score
 from sklearn.model_selection import GridSearchCV, PredefinedSplit
 from sklearn.pipeline import make_pipeline
@@ -12,7 +12,7 @@ from sklearn.preprocessing import StandardScaler
 
 from llmgeom.stats import ridge_probe
 from llmgeom.stats.label_scores import coded, moved, score
-from llmgeom.stats.nested_probe import Design, deletions, direction, groups, held_out, stratified_folds
+from llmgeom.stats.nested_probe import Design, deletions, groups, held_out, log_odds, stratified_folds, weights
 from studies.planted_labels import DIM
 from tests.label_tables import sklearn_predictions
 
@@ -116,21 +116,34 @@ def test_deletions_are_fits_without_the_group(table):
         assert fixed[g] == pytest.approx(r2_score(label[kept], own.prediction[kept, 0]), rel=1e-8)
 
 
-def test_a_direction_is_the_gradient_of_scikit_learns_pipeline(table):
+def test_weights_and_probabilities_are_those_of_scikit_learns_pipeline(table):
+    """Three classes: a standardised ridge whose penalty a grid search chose, and Platt's logistic regression."""
     x, label, cluster = table
-    fold = ridge_probe.folds(cluster, 0)
-    weights = direction(x, label, fold)
-    pipe = make_pipeline(StandardScaler(), Ridge())
-    search = GridSearchCV(
-        pipe, {"ridge__alpha": ridge_probe.PENALTIES * DIM}, cv=PredefinedSplit(fold), scoring="neg_mean_squared_error"
-    ).fit(x, label)
-    best = search.best_estimator_
-    expected = best["ridge"].coef_ / best["standardscaler"].scale_
-    cosine = weights @ expected / np.linalg.norm(weights) / np.linalg.norm(expected)
-    assert cosine > 0.999  # the search scales within its folds, ours once
+    fold, third = ridge_probe.folds(cluster, 0), np.digitize(label, np.quantile(label, (1 / 3, 2 / 3)))
+    truth = coded("classes", third)
+    found, intercept = weights(x, truth, fold)
+    odds = log_odds(x, truth, fold)
+    for column in range(3):
+        pipe, grid = make_pipeline(StandardScaler(), Ridge()), {"ridge__alpha": ridge_probe.PENALTIES * DIM}
 
+        def best(rows, column=column, pipe=pipe, grid=grid):
+            options = {"cv": PredefinedSplit(fold[rows]), "scoring": "neg_mean_squared_error"}
+            return GridSearchCV(pipe, grid, **options).fit(x[rows], truth[rows, column]).best_estimator_
 
-# ---- the road for many rows ------------------------------------------------------------------------------------------
+        every = best(np.arange(60))
+        np.testing.assert_allclose(x @ found[column] + intercept[column], every.predict(x), rtol=1e-6, atol=1e-9)
+        held = np.empty(60)
+        for out in (fold == one for one in range(5)):
+            held[out] = best(np.flatnonzero(~out)).predict(x[out])
+        n = truth[:, column].sum()
+        one = np.where(truth[:, column] > 0.5, (n + 1) / (n + 2), 1 / (60 - n + 2))
+        platt = LogisticRegression(C=np.inf, tol=1e-10).fit(
+            np.tile(held, 2)[:, None], np.repeat([1, 0], 60), np.concatenate([one, 1 - one])
+        )
+        expected = [platt.coef_[0, 0], platt.intercept_[0]]
+        if expected[0] < 0:  # the middle class, which no direction tells from both others: its share, smoothed
+            expected = [0, np.log(one.mean() / (1 - one.mean()))]
+        np.testing.assert_allclose(odds[column], expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("hard", ["large means", "unseen level", "one fold"])

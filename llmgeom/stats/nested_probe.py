@@ -11,6 +11,8 @@ from typing import TypeVar
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, Shaped
+from scipy.optimize import minimize
+from scipy.special import expit
 
 from llmgeom.errors import UserError
 from llmgeom.stats import ridge_probe
@@ -246,18 +248,53 @@ def stratified_folds(
     return fold
 
 
-def direction(
+def weights(
     x: Float[np.ndarray, "row coordinate"],
-    truth: Float[np.ndarray, " row"],
+    truth: Float[np.ndarray, "row column"],
     fold: Int[np.ndarray, " row"],
     confounds: Float[np.ndarray, "row confound"] | None = None,
-) -> Float[np.ndarray, " coordinate"]:
-    """Ridge weights for one column, fitted to all rows, in the units of x; cross-validation chooses the penalty."""
-    x = residuals(x, confounds, np.ones(len(x), dtype=bool))
-    scale = np.where(x.max(0) == x.min(0), 0, x.std(0))
+) -> tuple[Float[np.ndarray, "column coordinate"], Float[np.ndarray, " column"]]:
+    """Ridge weights of each column, fitted to all rows, in the units of x, and intercepts; cross-validation chooses the
+    penalties. They are fitted to the residuals of x on the confounds, and applied to x itself."""
+    left = residuals(x, confounds, np.ones(len(x), dtype=bool))
+    scale = np.where(left.max(0) == left.min(0), 0, left.std(0))
     inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale > 0)
-    weights, _ = ridge_probe.fit((x - x.mean(0)) * inverse, truth, fold)
-    return weights * inverse
+    found, _ = ridge_probe.fit((left - left.mean(0)) * inverse, truth, np.unique(fold, return_inverse=True)[1])
+    found = found.T * inverse
+    return found, truth.mean(0) - found @ x.mean(0)
+
+
+def log_odds(
+    x: Float[np.ndarray, "row coordinate"],
+    truth: Float[np.ndarray, "row column"],
+    fold: Int[np.ndarray, " row"],
+    confounds: Float[np.ndarray, "row confound"] | None = None,
+) -> Float[np.ndarray, "column 2"]:
+    """(a, b) of each column: log P(1) / P(0) = a (x w + c) + b, w and c of `weights`.
+
+    Platt scaling (1999) on held-out predictions, each fold predicted from the others, with his smoothed targets: as
+    scikit-learn's CalibratedClassifierCV(ensemble=False). A slope is never negative: where held-out predictions are
+    worse than none, every probability is about the class's share.
+    """
+    held = np.empty(truth.shape)
+    for out in (fold == one for one in np.unique(fold)):
+        w, c = weights(x[~out], truth[~out], fold[~out], None if confounds is None else confounds[~out])
+        held[out] = x[out] @ w.T + c
+
+    def platt(score: np.ndarray, yes: np.ndarray) -> tuple[float, float]:
+        target = np.where(yes, (yes.sum() + 1) / (yes.sum() + 2), 1 / ((~yes).sum() + 2))
+        spread = score.std() or 1.0
+        z = (score - score.mean()) / spread
+
+        def loss(at: np.ndarray) -> tuple[float, np.ndarray]:
+            odds = at[0] * z + at[1]
+            missed = expit(odds) - target
+            return float((np.logaddexp(0, odds) - target * odds).sum()), np.array([missed @ z, missed.sum()])
+
+        a, b = minimize(loss, (1.0, 0.0), jac=True, bounds=((1e-6, None), (None, None))).x
+        return a / spread, b - a * score.mean() / spread
+
+    return np.array([platt(score, yes > 0.5) for score, yes in zip(held.T, truth.T, strict=True)])
 
 
 def _refitted(

@@ -8,6 +8,7 @@ such a call otherwise takes as long as its work.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, Real
@@ -295,17 +296,17 @@ def residuals(x: Rows, confounds: Confounds, rest: Bool[np.ndarray, " row"]) -> 
 
 
 def fit(
-    x: Float[np.ndarray, "row coordinate"], y: Float[np.ndarray, " row"], fold: Fold
-) -> tuple[Float[np.ndarray, " coordinate"], float]:
+    x: Float[np.ndarray, "row coordinate"], y: Float[np.ndarray, " row *column"], fold: Fold
+) -> tuple[Float[np.ndarray, " coordinate *column"], Any]:
     """Weights and intercept of the ridge regression of y on x over all rows; coordinates are not standardised.
 
-    The penalty per coordinate is chosen over folds as in `read`.
+    The penalty per coordinate is chosen over folds as in `read`, for each column of y.
     """
-    root, centre, mean, one = np.sqrt(x.shape[1]), x.mean(0), y.mean(), np.ones((1, len(x)))
+    root, centre, mean, one = np.sqrt(x.shape[1]), x.mean(0), y.mean(0), np.ones((1, len(x)))
     z, inner = (x - centre) / root, fold == np.arange(fold.max() + 1)[:, None]
-    dual, _, _ = _chosen(z[None], (y - mean)[None, :, None], one, inner[None], one[..., None])
-    weights = (z.T @ dual[0])[:, 0] / root
-    return weights, float(mean - weights @ centre)
+    dual, _, _ = _chosen(z[None], (y - mean).reshape(1, len(y), -1), one, inner[None], one[..., None])
+    weights = (z.T @ dual[0]).reshape(-1, *y.shape[1:]) / root
+    return weights, mean - centre @ weights
 
 
 def standardised(rows: np.ndarray, new: np.ndarray, counts: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:

@@ -46,10 +46,11 @@ from llmgeom.stats.nested_probe import (
     HeldOut,
     Place,
     deletions,
-    direction,
     held_out,
     interval,
+    log_odds,
     stratified_folds,
+    weights,
 )
 from llmgeom.stats.resampling import Deletions, Interval, band, interval_ends
 
@@ -334,11 +335,20 @@ class _Measurement:
             axes = "true_class predicted_class"
             add("confusion", "share", axes, "fraction", meaning, self.confusion(), Figure("heatmap"))
             ticks |= dict.fromkeys(axes.split(), self.target.classes)
+        (site, layer), confounds = self.chosen(), self.design.confounds
+        ticks |= {"place": (site.partition(" ")[0], layer), "position": (site.partition(" ")[2] or LAST,)}
+        x = self.places[site, layer]()
+        found, intercept = weights(x, self.truth, self.fold, confounds)
         if self.truth.shape[1] == 1:
-            (site, layer), unit, spread = self.chosen(), *self.direction()
+            unit = found[0] / (np.linalg.norm(found[0]) or 1.0)
             add("", "direction", "dimension", "unit length", "direction along which the label grows", unit)
-            add("", "spread", "", "activation", "standard deviation of the activations along it", spread)
-            ticks |= {"place": (site.partition(" ")[0], layer), "position": (site.partition(" ")[2] or LAST,)}
+            add("", "spread", "", "activation", "standard deviation of the activations along it", (x @ unit).std())
+        add("", "weights", "column dimension", "label per activation", "ridge weights, fitted to all prompts", found)
+        add("", "intercept", "column", "label", "prediction where all activations are 0", intercept)
+        if self.target.classes:
+            meaning = "log odds of a class: first number times the prediction, plus the second"
+            odds = log_odds(x, self.truth, self.fold, confounds)
+            add("", "log_odds", "column coefficient", "nats", meaning, odds)
         prediction, residual, worst = (every or self).predictions()
         add("probe", "prediction", "prompt", "label", "held-out prediction of each prompt", prediction)
         add("probe", "residual", "prompt", "label", "label minus its held-out prediction", residual)
@@ -414,14 +424,6 @@ class _Measurement:
         if not editable[place] and editable.any():
             place = int(np.where(editable, self.own.errors.sum(1), np.inf).argmin())
         return list(self.places)[place]
-
-    def direction(self) -> tuple[np.ndarray, float]:
-        """The direction at the chosen place, fitted to all prompts, and the spread of activations along it."""
-        x = self.places[self.chosen()]()
-        weights = direction(x, self.truth[:, 0], self.fold, self.design.confounds)
-        length = np.linalg.norm(weights)
-        unit = weights / length if length > 0 else weights
-        return unit, float((x @ unit).std())
 
     def predictions(self) -> tuple[np.ndarray, np.ndarray, str]:
         """Held-out predictions and residuals; a note names the prompts with the largest."""
