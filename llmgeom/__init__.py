@@ -24,7 +24,8 @@ if TYPE_CHECKING:  # for type checkers; at run time __getattr__ resolves these n
     from llmgeom.batch import Batch
     from llmgeom.model.capture import Site
     from llmgeom.model.edits import Edit
-    from llmgeom.model.model import Model
+    from llmgeom.model.subject import Subject
+    from llmgeom.probes.labels.fitted import Probe
     from llmgeom.record import Record
 
     load = Model.load
@@ -34,13 +35,14 @@ __version__ = "0.1.0"
 _WHERE = {
     "Batch": "llmgeom.batch",
     "Edit": "llmgeom.model.edits",
+    "Probe": "llmgeom.probes.labels.fitted",
     "Record": "llmgeom.record",
     "Site": "llmgeom.model.capture",
     "Model": "llmgeom.model.model",
     "load": "llmgeom.model.model",
     "scan": "llmgeom.commands.scan",
 }
-__all__ = ["Batch", "Edit", "Model", "Record", "Site", "__version__", "load", "scan"]
+__all__ = ["Batch", "Edit", "Probe", "Record", "Site", "Subject", "__version__", "load", "scan"]
 
 
 def __dir__() -> list[str]:

@@ -263,7 +263,7 @@ def test_an_edited_model_never_runs_without_its_edit(subject, tmp_path):
 @pytest.mark.parametrize("direction, layer, said", [([1.0], 0, r"shape \(1,\)"), (None, 99, "layer 99")])
 def test_steering_says_what_does_not_fit(subject, direction, layer, said):
     with pytest.raises(UserError, match=said):
-        subject.steer(direction or np.ones(subject.facts["d_model"]), layer, 1.0)
+        subject.steer(direction or np.ones(subject.facts["d_model"]), 1.0, layer)
 
 
 def test_a_reading_is_a_table_a_picture_and_a_cell_of_a_notebook(subject):

@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from llmgeom.batch import recorded
 from llmgeom.commands import config
 from llmgeom.commands.job import Ask, Job, JobOutput
+from llmgeom.commands.output import show_record
 from llmgeom.errors import UserError, unknown
-from llmgeom.files import digest
+from llmgeom.files import digest, sha256
 from llmgeom.flags import LARGEST_SEED, control_flag, measure_flag, output_flag, places, prompt_flag
 
 if TYPE_CHECKING:
@@ -25,6 +27,8 @@ LABEL = "label"  # the probe's name in a record
 AUTOMATIC = ("length", "final_token")
 # Flags that answers do not read.
 OF_LABELS = ("kind", "given", "transfer", "sites", "layers", "positions", "nulls")
+# All flags that stored activations read.
+OF_ACTIVATIONS = ("activations", "prompts", "target", "cluster", "kind", "given", "transfer", "layers", "seed", "out")
 MOST_DOCUMENTS = 1000  # of a data set: as many as the controls read
 
 
@@ -39,6 +43,9 @@ class RunConfig(config.ChatConfig):
     answers: str | None = prompt_flag(
         None,
         "Instead of --target: the column of right answers, scored among all, or among the row's `choices`.",
+    )
+    activations: str | None = prompt_flag(
+        None, "Instead of a model: stored activations with labels (.safetensors, .npz, .parquet)."
     )
     cluster: str | None = prompt_flag(
         None, "Column whose equal values stay in one fold. [default: template, or each row]"
@@ -83,10 +90,15 @@ class RunConfig(config.ChatConfig):
     JobOutput,
     examples=[
         "llmgeom probe --model EleutherAI/pythia-410m --prompts mine.jsonl --target correct --given length,source",
+        "llmgeom probe --activations stored.safetensors --target label --cluster document",
     ],
 )
 def main(settings: RunConfig, output: JobOutput) -> int:
     """Test whether a label of your own is linearly readable from activations, beyond controls and confounds."""
+    if settings.activations:
+        if output.dry_run:
+            raise UserError(f"--dry-run with --activations {settings.activations}: no model is read; leave one out")
+        return show_record(perform, settings, output, best_places)
     return prepare(settings).show(output, best_places)
 
 
@@ -101,15 +113,17 @@ def best_places(record: Record) -> Iterator[str]:
 
 def perform(settings: RunConfig, subject: Model | None = None) -> tuple[Path, Record]:
     """Check, load, measure, save the record and its page; (folder, record)."""
+    if settings.activations:
+        return _stored(settings)
     return prepare(settings).perform(subject)
 
 
 def prepare(settings: RunConfig) -> Job:
     """Check what can be checked before weights load. Raises UserError."""
-    from llmgeom.batch import recorded
-
     if not settings.prompts:
-        raise UserError("--prompts is missing: give a .jsonl, .csv or .parquet file with a column of labels")
+        raise UserError(
+            "--prompts or --activations is missing: give a .jsonl, .csv or .parquet file with a column of labels"
+        )
     if settings.answers and settings.target:
         raise UserError("--answers and --target are two different measurements: run them one after the other")
     if settings.answers:
@@ -210,6 +224,30 @@ def _asked_answers(settings: RunConfig, batch: Batch, column: str) -> Ask:
         return Plan.of(subject, inputs, {PROBE: probe}, *draws, facts=facts, whole=False, finish=by_prompt)
 
     return ask
+
+
+def _stored(settings: RunConfig) -> tuple[Path, Record]:
+    """Measure stored activations: no model is loaded. (folder, record)."""
+    from llmgeom.model import hub
+    from llmgeom.probes.labels import activations
+
+    path = str(settings.activations)
+    of_default = {"model"} if settings.model == hub.default()[0] else set()
+    unread = [name for name in settings.changed if name not in {*OF_ACTIVATIONS, *of_default}]
+    settings.refuse_unread(unread, f"--activations {path}", ": no model is read")
+    x, untrained, batch = activations.read(path, settings.cluster, settings.prompts)
+    probe = settings.probe()
+    if settings.layers != "all":
+        probe = replace(probe, layers=places("--layers", settings.layers, x.shape[1]))
+    columns = {name: recorded(column) for name, column in batch.columns.items()}
+    spec = digest({"bytes": sha256(x.tobytes()), "columns": columns, "flags": settings.command()})
+    stem = config.safe(Path(path).stem)
+    out = Path(settings.out or f"runs/{stem}-probe-{config.safe(probe.target)}-{spec[:8]}")
+    config.check_folder(out, spec)
+    facts = {"spec": spec, "command": settings.command()}
+    record = activations.measure(x, untrained, batch, probe, settings.seed, **facts)
+    config.keep(record, out)
+    return out, record
 
 
 def _save_direction(record: Record, out: Path) -> None:

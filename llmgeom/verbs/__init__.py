@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any, Self
 from llmgeom.progress import watched
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
-
     from llmgeom.batch import Prompts
-    from llmgeom.probes.labels.fitted import FittedProbe
+    from llmgeom.probes.labels.fitted import Probe
     from llmgeom.verbs.beliefs import Beliefs
     from llmgeom.verbs.generation import Generated
     from llmgeom.verbs.reading import Reading
@@ -184,63 +182,59 @@ class Verbs:
 
     def probe(
         self,
-        texts: Sequence[str],
+        texts: Sequence[Any],
         labels: Sequence[Any],
         clusters: Sequence[Any] | None = None,
-        *,
-        confounds: Sequence[str] = ("length", "final_token"),
-        controls: int = 5,
-        seed: int = 0,
-    ) -> FittedProbe:
-        """Where a label of yours is linearly readable, and its direction: `llmgeom probe` on the residual stream.
+        **options: Any,
+    ) -> Probe:
+        """Where a label of yours is linearly readable, and its direction: `llmgeom probe` as an object.
 
         Ridge regression at the last token of each text, scored on held-out clusters, beside untrained copies, shuffled
         words, no context, a bag of tokens and permuted labels.
 
         Args:
-            texts: At least 5 of each class.
+            texts: At least 5 of each class; or chats, lists of messages with `role` and `content`.
             labels: Two or more classes, or numbers.
             clusters: Texts of one cluster (template, document, author) stay in one fold; by default each is its own.
-            confounds: What is removed first: "length", "final_token", both, or ().
-            controls: Draws of each control that has several.
-            seed: Of folds and controls.
+            options: Of `Probe`: site, layers, position, confounds, controls, seed.
 
         Returns:
             The score over layers, with intervals and the band of all controls; `layer`, `direction`, `intercept`,
-            `predict(texts)`.
+            `predict`, `predict_proba`, `score`, `save`.
 
         Raises:
             UserError: Too few texts of a class; numbers of texts and labels that differ.
         """
-        from llmgeom.probes.labels.fitted import fit
+        from llmgeom.probes.labels.fitted import Probe
 
         subject: Any = self
         with watched():
-            return fit(subject, texts, labels, clusters, confounds, controls, seed)
+            return Probe(subject, **options).fit(texts, labels, clusters)
 
-    def steer(self, direction: ArrayLike, layer: int, dose: float, positions: Any = "all") -> Self:
+    def steer(self, direction: Any, dose: float, layer: int | None = None, positions: Any = "all") -> Self:
         """The model with `dose` times a direction added to the input of one layer, in every pass: `generate` too.
 
         Args:
-            direction: [d_model] numbers, or a label probe's answer, whose direction has length 1.
+            direction: A label probe, whose direction has length 1 and a layer of its own; or [d_model] numbers.
+            dose: How many times the direction; `4 * probe.spread` is four standard deviations of its activations.
             layer: Whose input, 0 to the last; negative from the end.
-            dose: How many times the direction.
             positions: Where, as in `edit`.
 
         Raises:
-            UserError: The direction has another width, or the layer does not exist.
+            UserError: The direction has another width, no layer is given, or it does not exist.
         """
-        from llmgeom.verbs.generation import added
+        from llmgeom.verbs.generation import added, place
 
-        function, spec = added(self, getattr(direction, "direction", direction), dose)
-        return self.edit("residual", function, layers=layer, positions=positions, spec=spec)
+        vector, layer, site = place(direction, layer)
+        function, spec = added(self, vector, dose)
+        return self.edit(site, function, layers=layer, positions=positions, spec=spec)
 
     def dose_curve(
         self,
         prompts: Prompts,
         answers: Sequence[str | int],
-        direction: ArrayLike,
-        layer: int,
+        direction: Any,
+        layer: int | None = None,
         doses: Sequence[float] = (-2.0, -1.0, 1.0, 2.0),
         draws: int = 8,
         seed: int = 0,

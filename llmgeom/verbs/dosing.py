@@ -14,6 +14,7 @@ from llmgeom.model.capture import Site
 from llmgeom.model.edits import Resume
 from llmgeom.model.resume import clean_pass
 from llmgeom.progress import tell
+from llmgeom.verbs.generation import place
 from llmgeom.verbs.lens import interval, token_of
 from llmgeom.verbs.reading import Reading, called
 
@@ -21,8 +22,8 @@ NORM, VARIANCE = "random directions of equal norm", "random directions of equal 
 
 
 def dose_curve(
-    subject: Any, prompts: Prompts, answers: Sequence[str | int], direction: Any, layer: int, doses: Sequence[float],
-    draws: int, seed: int,
+    subject: Any, prompts: Prompts, answers: Sequence[str | int], direction: Any, layer: int | None,
+    doses: Sequence[float], draws: int, seed: int,
 ) -> Reading:  # fmt: skip
     """See `Verbs.dose_curve`."""
     if isinstance(answers, str) or len(answers) != 2:
@@ -31,11 +32,13 @@ def dose_curve(
     batch, doses = Batch.of(prompts), sorted({0.0, *map(float, doses)})
     if len(doses) < 2 or draws < 1:
         raise UserError(f"dose_curve(doses={doses}, draws={draws}): expected a dose other than 0, and 1 draw or more")
+    vector, layer, site = place(direction, layer)
+    if site != Site.RESIDUAL:
+        raise UserError(f"dose_curve reads the residual stream, and this probe {site}: steer with it")
     depth = len(subject.blocks)
     if not -depth <= layer < depth:
         raise UserError(f"dose_curve(layer={layer}): {subject.name} has layers 0 to {depth - 1}")
     layer %= depth
-    vector = getattr(direction, "direction", direction)
     vector = np.asarray(vector.detach().cpu() if isinstance(vector, torch.Tensor) else vector, dtype=np.float64)
     here = subject.capture(batch, Site.RESIDUAL, layers=layer)[Site.RESIDUAL, layer].double().cpu().numpy()
     rng = np.random.default_rng(seed)
@@ -62,7 +65,7 @@ def dose_curve(
         for one in several:
             rows = []
             for dose in doses:
-                rows.append(odds(subject.steer(one, layer, dose)) if dose else unsteered)
+                rows.append(odds(subject.steer(one, dose, layer)) if dose else unsteered)
                 done += bool(dose)
                 tell("steering", done, passes)
             curves.append(rows)

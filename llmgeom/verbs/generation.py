@@ -16,6 +16,22 @@ from llmgeom.model.capture import Site
 from llmgeom.verbs.lens import one_prompt
 
 
+def place(direction: Any, layer: int | None) -> tuple[Any, int, str]:
+    """The vector, layer and edit point of a direction: of a label probe its own, of numbers the residual stream.
+
+    Raises UserError: numbers without a layer; a probe of several classes, of stored activations or of single heads.
+    """
+    if not hasattr(direction, "direction"):
+        if layer is None:
+            raise UserError("a direction of numbers has no layer of its own: give layer=")
+        return direction, layer, "residual"
+    if direction.direction is None:
+        raise UserError(f"a label of {len(direction.classes_)} classes has no one direction: probe two of them")
+    if direction.site not in ("residual", "attn_out", "mlp_out"):
+        raise UserError(f"a direction at {direction.site} lies in single heads: probe residual, attn_out or mlp_out")
+    return direction.direction, direction.layer if layer is None else layer, direction.site
+
+
 def added(subject: Any, direction: Any, dose: float) -> tuple[Callable[[torch.Tensor], torch.Tensor], dict[str, Any]]:
     """x -> x + dose direction, and what it does as plain data. Raises UserError for another width or no number."""
     numbers = direction.detach().cpu().float().numpy() if isinstance(direction, torch.Tensor) else direction

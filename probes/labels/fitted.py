@@ -1,125 +1,250 @@
-"""A label probe in Python: where a label is readable in a model, and its direction at the best place."""
+"""A label probe as an object, with scikit-learn's conventions: fitted to texts through a model, or to activations."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from scipy.special import expit
+from sklearn.base import BaseEstimator
+from sklearn.metrics import accuracy_score, r2_score
 
-from llmgeom.batch import Prompts
-from llmgeom.errors import UserError
-from llmgeom.probe import Batch, Model
+from llmgeom.batch import Batch, Prompts
+from llmgeom.errors import UserError, brief
+from llmgeom.probe import Site, Subject
+from llmgeom.probes.labels import activations
+from llmgeom.probes.labels.inputs import pooled, queried, read_positions
 from llmgeom.probes.labels.probe import PROBE, WHERE, LabelProbe
 from llmgeom.record import Record
 from llmgeom.run import run_probes
 from llmgeom.verbs.reading import Reading, called
 
-SITE = "residual"
+if TYPE_CHECKING:
+    from pandas import DataFrame
+    from plotly.graph_objects import Figure
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class FittedProbe(Reading):
-    """A label's held-out score at every layer, with the band of its controls, and the probe at one layer.
+class Probe(BaseEstimator):
+    """A linear probe of a label: where it is readable, beyond which controls; then predictions, and a direction.
+
+    `model.probe(texts, labels)` makes and fits one. `Probe().fit(x, labels)` takes activations, [row coordinate] or
+    [row layer coordinate]. A probe can be cloned, and takes part in scikit-learn's cross-validation.
+
+    Args:
+        model: What reads texts; None for activations.
+        site: "residual", "value", "key", "query", "z", "attn_out" or "mlp_out".
+        layers: "all", one layer, or several, of which the folds choose one.
+        position: "last", "mean", a place from the end, e.g. -2, or a part of a chat, e.g. "assistant-last"
+            (`llmgeom probe --positions`).
+        confounds: What is removed first: "length", "final_token".
+        controls: Untrained copies, and shuffles of each text.
+        seed: Of folds and controls.
 
     Attributes:
-        subject: The model that it was fitted to, and reads.
-        record: Everything that was measured, with the verdict.
-        layer: The residual stream's layer that most folds chose (0 is the input of the first).
-        direction: [d_model], of length 1: along it the second class, or the number, grows. None for several classes.
-        intercept: `activations @ direction + intercept` is 0 half way between the means of the two classes, or at the
-            mean of a number.
-        classes: The values of the label; empty for a number.
-        slope, level: Of a number: it is level + slope * decision.
+        classes_: The values of the label, sorted; empty for a number.
+        coef_, intercept_: `x @ coef_.T + intercept_` is the log odds of the second class, or of each of several; the
+            number itself. Ridge weights; the log odds by Platt scaling on held-out predictions.
+        n_features_in_: Coordinates of the activations.
+        layer: That most folds chose (0 is the input of the first).
+        direction: [coordinate], of length 1: the second class, or the number, grows along it. None for several classes.
+        intercept: `x @ direction + intercept` is `decision_function` over the length of `coef_`.
+        spread: Standard deviation of the activations along the direction: a natural dose.
+        record: Everything that was measured, with the verdict. curve: the score over layers with its bands.
     """
 
-    subject: Model
-    record: Record
-    layer: int
-    direction: np.ndarray | None
-    intercept: float
-    classes: tuple[Any, ...]
-    slope: float = 1.0
-    level: float = 0.0
+    def __init__(
+        self,
+        model: Subject | None = None,
+        site: str = "residual",
+        layers: Any = "all",
+        position: str | int = "last",
+        confounds: Sequence[str] = ("length", "final_token"),
+        controls: int = 5,
+        seed: int = 0,
+    ) -> None:
+        self.model, self.site, self.layers, self.position = model, site, layers, position
+        self.confounds, self.controls, self.seed = confounds, controls, seed
 
-    def decision_function(self, texts: Prompts) -> np.ndarray:
-        """[text] how far each text's last token lies along the direction, from `intercept`.
+    def __sklearn_clone__(self) -> Probe:
+        return type(self)(**self.get_params(deep=False))  # the model is shared, not copied
 
-        Raises UserError for a label of more than two classes, which has no direction.
+    def fit(self, X: Any, y: Sequence[Any], clusters: Sequence[Any] | None = None) -> Probe:
+        """Measure and fit.
+
+        Args:
+            X: Texts (or chats, lists of messages with `role` and `content`), or activations.
+            y: Two or more classes, at least 5 rows each, or numbers.
+            clusters: Rows of one cluster (template, document, conversation) stay in one fold; by default each is one.
+
+        Raises:
+            UserError: Too few rows of a class; lengths that differ; texts without a model; numbers that are not finite.
         """
-        if self.direction is None:
-            raise UserError(f"a label of {len(self.classes)} classes has no one direction: probe two of them at a time")
-        return _activations(self.subject, Batch.of(texts), self.layer) @ self.direction + self.intercept
+        labels = [getattr(label, "item", lambda label=label: label)() for label in y]
+        stored = _numbers(X)
+        X = stored if stored is not None else list(X)
+        groups = list(range(len(X))) if clusters is None else list(clusters)
+        if not len(X) == len(labels) == len(groups):
+            raise UserError(f"{len(X)} rows, {len(labels)} labels and {len(groups)} clusters: expected as many of each")
+        one = isinstance(self.layers, int | np.integer)
+        chosen = None if isinstance(self.layers, str) else tuple([self.layers] if one else self.layers)
+        (position,) = read_positions([str(self.position)])
+        asked = LabelProbe(PROBE, "auto", (Site(self.site),), chosen, tuple(self.confounds), None, (position,))
+        if stored is not None:
+            batch = activations.batch_of(len(X), {PROBE: labels}, "activations", groups)
+            x = activations.checked(stored, "activations")
+            return self._take(activations.measure(x, (), batch, asked, self.seed))
+        batch = self._read(X, {PROBE: tuple(labels)}, tuple(map(str, groups)))
+        asked.check(batch, self.seed)
+        facts = {"target": PROBE, "given": ",".join(asked.given) or "none", "positions": str(position)}
+        options = {"controls": self.controls, "seed": self.seed, "facts": facts}
+        return self._take(run_probes(self._model, batch, {PROBE: asked}, **options))
 
-    def predict(self, texts: Prompts) -> np.ndarray:
-        """[text] the class of each text, or its number. Raises UserError as `decision_function`."""
-        decision = self.decision_function(texts)
-        return (
-            np.array(self.classes)[(decision > 0).astype(int)] if self.classes else self.level + self.slope * decision
+    def decision_function(self, X: Any) -> np.ndarray:
+        """[row] log odds of the second class, [row class] of each of several; the predicted number."""
+        found = self._activations(X) @ self.coef_.T + self.intercept_
+        return found[:, 0] if found.shape[1] == 1 else found
+
+    def predict(self, X: Any) -> np.ndarray:
+        """[row] the likeliest class, or the number."""
+        decision = self.decision_function(X)
+        if not len(self.classes_):
+            return decision
+        return self.classes_[(decision > 0).astype(int) if decision.ndim == 1 else decision.argmax(1)]
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """[row class] probabilities, by Platt scaling; of several classes one by one, then summing to 1.
+
+        Raises UserError: the label is a number.
+        """
+        if not len(self.classes_):
+            raise UserError("the label is a number: predict gives it; only classes have probabilities")
+        p = expit(self.decision_function(X))
+        return np.stack([1 - p, p], 1) if p.ndim == 1 else p / p.sum(1, keepdims=True)
+
+    def score(self, X: Any, y: Sequence[Any]) -> float:
+        """Accuracy of the classes; R2 of a number."""
+        return float((accuracy_score if len(self.classes_) else r2_score)(list(y), self.predict(X)))
+
+    def save(self, folder: str | os.PathLike) -> None:
+        """Write record.json and arrays.safetensors, all that was measured; `load` reads them."""
+        self.record.save(folder)
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike, model: Subject | None = None) -> Probe:
+        """The probe of a folder that `save` or `llmgeom probe` wrote.
+
+        Args:
+            model: The model that it was fitted to, to predict texts. Without it a probe predicts activations.
+
+        Raises:
+            UserError: No such run; another model than the one that it was fitted to.
+        """
+        record = Record.load_one(folder)
+        if PROBE not in record.results:
+            raise UserError(f"{folder} holds no label probe: give a folder of `llmgeom probe --target`")
+        theirs, facts = record.subject.get("weights"), record.facts
+        if model is not None and theirs != (ours := model.facts["weights"]):
+            raise UserError(f"{folder} was fitted to weights {str(theirs)[:12]}, and {model.name} has {str(ours)[:12]}")
+        ticks, given = record.results[PROBE].ticks, facts.get("given", "none")
+        (position,) = ticks["position"]
+        site = ticks["place"][0] if ticks["place"][0] in [*Site] else "residual"
+        options = {"layers": ticks.get("layer", "all"), "controls": facts.get("nulls", 0), "seed": facts["seed"]}
+        confounds = () if given == "none" else tuple(given.split(","))
+        return cls(model, site, position=position, confounds=confounds, **options)._take(record)
+
+    def _take(self, record: Record) -> Probe:
+        """The fitted attributes, from what was measured."""
+        if PROBE in record.unmeasured:
+            raise UserError(record.unmeasured[PROBE])
+        measured, score = record.results[PROBE], record.results[PROBE].estimates[0]
+        arrays, ticks = measured.arrays, measured.ticks
+        place, self.layer = str(ticks["place"][0]), int(ticks["place"][1])
+        position = str(ticks["position"][0])
+        part = place if position == "last" else f"{place}_{position}"
+        known = {str(cell): cell for cell in record.prompts[str(record.facts["target"])]}
+        self.record, self.classes_ = record, np.array([known.get(name, name) for name in ticks.get("true_class", ())])
+        slope, offset = arrays["log_odds"].T if len(self.classes_) else (np.ones(1), np.zeros(1))
+        self.coef_ = slope[:, None] * arrays["weights"]
+        self.intercept_ = slope * arrays["intercept"] + offset
+        self.n_features_in_ = self.coef_.shape[1]
+        self.direction = arrays.get("direction")
+        self.spread = float(arrays["spread"]) if "spread" in arrays else None
+        length = float(np.linalg.norm(self.coef_))
+        self.intercept = float(self.intercept_[0]) / length if self.direction is not None and length else 0.0
+        name, what = score.name.split(",")[0], f"{part}_{{}}".format
+        values = {name: arrays[what("score")]}
+        for ends in ("interval", "band"):
+            values |= {f"{ends} {end}": arrays[what(ends)][:, i] for i, end in enumerate(("low", "high"))}
+        where = measured.facts[f"{WHERE}{place}" if position == "last" else f"{WHERE}{place} {position}"]
+        whose = called(self.model) if self.model else str(record.subject["name"])
+        self.curve = Reading(
+            title=f"{whose}, {len(record.prompts['text'])} labelled rows: {where}",
+            coords={"layer": tuple(ticks.get("layer", range(len(values[name]))))},
+            values=values,
+            bands={"95 % interval": ("interval low", "interval high"), "controls": ("band low", "band high")},
+            attrs={"where": where, "n": score.n, "verdict": score.verdict, "why": score.why},
         )
+        return self
+
+    @property
+    def attrs(self) -> dict[str, Any]:
+        """Where the label is readable, n, the verdict and why."""
+        return dict(self.curve.attrs)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self.curve[name]
+
+    def plot(self) -> Figure:
+        """The score over layers, with its interval and the band of all controls."""
+        return self.curve.plot()
+
+    def frame(self) -> DataFrame:
+        """The same as a table."""
+        return self.curve.frame()
 
     def __repr__(self) -> str:
-        return f"<{self.title}>"
+        return f"<{self.curve.title}>" if hasattr(self, "curve") else super().__repr__()
 
+    def _repr_html_(self) -> str:
+        return self.curve._repr_html_()
 
-def fit(
-    subject: Model,
-    texts: Sequence[str],
-    labels: Sequence[Any],
-    clusters: Sequence[Any] | None,
-    confounds: Sequence[str],
-    controls: int,
-    seed: int,
-) -> FittedProbe:
-    """See `Verbs.probe`."""
-    texts, labels = list(texts), [getattr(label, "item", lambda label=label: label)() for label in labels]
-    clusters = list(range(len(texts))) if clusters is None else list(clusters)
-    if not len(texts) == len(labels) == len(clusters):
-        raise UserError(
-            f"{len(texts)} texts, {len(labels)} labels and {len(clusters)} clusters: expected as many of each"
-        )
-    source = {"kind": "strings", "name": "labelled texts"}
-    batch = Batch(Batch.of(texts).inputs, tuple(map(str, clusters)), source, columns={PROBE: tuple(labels)})
-    probe = LabelProbe(PROBE, given=tuple(confounds))
-    probe.check(batch, seed)
-    record = run_probes(subject, batch, {PROBE: probe}, controls=controls, seed=seed)
-    if PROBE in record.unmeasured:
-        raise UserError(record.unmeasured[PROBE])
-    measured, target = record.results[PROBE], probe.checked(batch)
-    score, arrays = measured.estimates[0], measured.arrays
-    name = score.name.split(",")[0]
-    curves = {name: arrays[f"{SITE}_score"]}
-    for ends in ("interval", "band"):
-        curves |= {f"{ends} {end}": arrays[f"{SITE}_{ends}"][:, i] for i, end in enumerate(("low", "high"))}
-    attrs = {"where": measured.facts[f"{WHERE}{SITE}"], "n": score.n, "verdict": score.verdict, "why": score.why}
-    direction, layer = arrays.get("direction"), int(np.argmax(curves[name]))
-    known = {str(label): label for label in labels}
-    classes = tuple(known.get(str(name), name) for name in target.classes)
-    fitted: dict[str, Any] = {"direction": direction, "intercept": 0.0, "classes": classes}
-    if direction is not None:
-        layer = int(measured.ticks["place"][1])
-        along, label = _activations(subject, batch, layer) @ direction, np.array(labels)
-        if classes:
-            fitted["intercept"] = -float(np.mean([along[label == value].mean() for value in classes]))
+    @property
+    def _model(self) -> Subject:
+        if self.model is None:
+            raise UserError("this probe has no model to read texts with: give Probe(model, ...), or activations")
+        return self.model
+
+    def _read(self, X: Prompts, columns: dict[str, tuple], clusters: tuple[str, ...]) -> Batch:
+        """Texts as the model reads them, with the probe's position queried."""
+        source = {"kind": "strings", "name": "labelled texts"}
+        batch = Batch(Batch.of(X).inputs, clusters, source, columns=columns)
+        return queried(batch, self._model.tokens(batch), read_positions([str(self.position)]))
+
+    def _activations(self, X: Any) -> np.ndarray:
+        """[row coordinate] float64 at the probe's layer. Raises UserError: another width."""
+        stored = _numbers(X)
+        if stored is not None:
+            x = activations.checked(stored, "activations")
+            x = x[:, self.layer if x.shape[1] > 1 else 0].astype(np.float64)
         else:
-            fitted["intercept"] = -float(along.mean())
-            slope, level = np.polyfit(along + fitted["intercept"], label.astype(float), 1)
-            fitted |= {"slope": float(slope), "level": float(level)}
-    return FittedProbe(
-        title=f"{called(subject)}, {len(texts)} labelled texts: {attrs['where']}",
-        coords={"layer": tuple(range(len(curves[name])))},
-        values=curves,
-        bands={"95 % interval": ("interval low", "interval high"), "controls": ("band low", "band high")},
-        attrs=attrs,
-        subject=subject,
-        record=record,
-        layer=layer,
-        **fitted,
-    )
+            batch, model = self._read(X, {}, tuple(map(str, range(len(list(X)))))), self._model
+            kept = min(self.layer, len(model.blocks) - 1)  # what the last layer gives is kept with it
+            capture = model.capture(batch, self.site, layers=kept)
+            (position,) = read_positions([str(self.position)])
+            x = pooled(capture, {self.layer: capture[self.site, self.layer]}, self.layer, position)
+        if x.shape[1] != self.n_features_in_:
+            raise UserError(f"activations of {x.shape[1]} coordinates: expected {self.n_features_in_}")
+        return x
 
 
-def _activations(subject: Model, batch: Batch, layer: int) -> np.ndarray:
-    """[text d_model] float64: the residual stream at the last token, before `layer`."""
-    kept = min(layer, len(subject.blocks) - 1)  # what the last layer gives is kept with it
-    return subject.capture(batch, SITE, layers=kept)[SITE, layer].double().numpy()
+def _numbers(X: Any) -> np.ndarray | None:
+    """Activations as an array; None for texts and token ids."""
+    if hasattr(X, "detach"):
+        X = X.detach().cpu().float().numpy()
+    if not hasattr(X, "dtype") or not hasattr(X, "shape") or X.dtype.kind != "f":
+        return None
+    if X.ndim < 2:
+        raise UserError(f"activations {brief(X)}: expected [row, coordinate] or [row, layer, coordinate]")
+    return np.asarray(X)

@@ -244,7 +244,19 @@ class _Measurement:
         # Of a confound without a column nothing is removed.
         *names, last = [name for name in self.probe.given if confound(self.final, name).shape[1]] or [""]
         fixed = f", given {', '.join(names)}{' and ' * bool(names)}{last}" if last else ""
-        return made.saying(made.claim.replace(BEYOND, f"{fixed}{BEYOND}"))
+        if self.untested is None:
+            return made.saying(made.claim.replace(BEYOND, f"{fixed}{BEYOND}"))
+        named = " and ".join(null.name for null in nulls)  # the usual controls are not there
+        return made.saying(f"{made.claim.partition(BEYOND)[0]}{fixed}, beyond {named}.")
+
+    @cached_property
+    def untested(self) -> str | None:
+        """Controls that stored activations do not come with; None for a model's."""
+        return (
+            None
+            if self.probe.sites
+            else "untrained copies, " * (not self.data.untrained) + ("shuffled prompts, no context, bag of tokens")
+        )
 
     def alone(self, what: str, reading: HeldOut) -> Estimate:
         """The score of a reading compared with permuted labels only."""
@@ -352,10 +364,14 @@ class _Measurement:
         prediction, residual, worst = (every or self).predictions()
         add("probe", "prediction", "prompt", "label", "held-out prediction of each prompt", prediction)
         add("probe", "residual", "prompt", "label", "label minus its held-out prediction", residual)
-        missing = f"the control {NO_CONTEXT!r} is not available for this model"
+        missing = (
+            [] if self.data.no_context is not None else [f"the control {NO_CONTEXT!r} is not available for this model"]
+        )
+        if self.untested:
+            missing = [f"not tested: {self.untested}; the label may be in the words alone"]
         return Measured(
             TITLE, **read_texts(__name__)[TITLE], estimates=tuple(estimates), quantities=quantities, arrays=arrays,
-            warnings=() if self.data.no_context is not None else (missing,),
+            warnings=tuple(missing),
             notes=(*notes, *self.summary(), *unexplained, worst), ticks=ticks, facts=facts,
         )  # fmt: skip
 
