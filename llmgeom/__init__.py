@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # for type checkers; at run time __getattr__ resolves these n
     from llmgeom.batch import Batch
     from llmgeom.model.capture import Site
     from llmgeom.model.edits import Edit
-    from llmgeom.model.subject import Subject
+    from llmgeom.model.model import Model
     from llmgeom.probes.labels.fitted import Probe
     from llmgeom.record import Record
 
@@ -42,7 +42,7 @@ _WHERE = {
     "load": "llmgeom.model.model",
     "scan": "llmgeom.commands.scan",
 }
-__all__ = ["Batch", "Edit", "Probe", "Record", "Site", "Subject", "__version__", "load", "scan"]
+__all__ = ["Batch", "Edit", "Model", "Probe", "Record", "Site", "__version__", "load", "scan"]
 
 
 def __dir__() -> list[str]:

@@ -214,7 +214,7 @@ def _asked_answers(settings: RunConfig, batch: Batch, column: str) -> Ask:
         prompts = prompt_columns(batch, record, answers, right)
         return replace(record, prompts=prompts, facts={**record.facts, "prompts": len(batch)})
 
-    def ask(subject: Subject) -> Plan:
+    def ask(subject: Model) -> Plan:
         """Each prompt is read once for each of its answers."""
         from llmgeom.plan import Plan
 

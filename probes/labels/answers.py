@@ -257,7 +257,7 @@ def _choices(cell: object, where: str) -> tuple[str, ...]:
 
 
 def expanded(
-    subject: Subject, batch: Batch, answers: Sequence[Sequence[str]], right: Sequence[int], column: str
+    subject: Model, batch: Batch, answers: Sequence[Sequence[str]], right: Sequence[int], column: str
 ) -> Batch:
     """Every prompt followed by each of its answers; queried at the positions whose next token belongs to the answer.
 

@@ -13,7 +13,7 @@ from sklearn.metrics import accuracy_score, r2_score
 
 from llmgeom.batch import Batch, Prompts
 from llmgeom.errors import UserError, brief
-from llmgeom.probe import Site, Subject
+from llmgeom.probe import Model, Site
 from llmgeom.probes.labels import activations
 from llmgeom.probes.labels.inputs import pooled, queried, read_positions
 from llmgeom.probes.labels.probe import PROBE, WHERE, LabelProbe
@@ -56,7 +56,7 @@ class Probe(BaseEstimator):
 
     def __init__(
         self,
-        model: Subject | None = None,
+        model: Model | None = None,
         site: str = "residual",
         layers: Any = "all",
         position: str | int = "last",
@@ -132,7 +132,7 @@ class Probe(BaseEstimator):
         self.record.save(folder)
 
     @classmethod
-    def load(cls, folder: str | os.PathLike, model: Subject | None = None) -> Probe:
+    def load(cls, folder: str | os.PathLike, model: Model | None = None) -> Probe:
         """The probe of a folder that `save` or `llmgeom probe` wrote.
 
         Args:
@@ -211,7 +211,7 @@ class Probe(BaseEstimator):
         return self.curve._repr_html_()
 
     @property
-    def _model(self) -> Subject:
+    def _model(self) -> Model:
         if self.model is None:
             raise UserError("this probe has no model to read texts with: give Probe(model, ...), or activations")
         return self.model
