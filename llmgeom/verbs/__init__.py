@@ -91,7 +91,8 @@ class Verbs:
         Args:
             heads: Pairs (layer, head).
             length, sequences: As in `heads`.
-            draws: Random sets of as many other heads, as a control.
+            draws: Random sets of as many other heads of the same layers, as a control; of any layer where a layer
+                has too few.
             seed: Of tokens and random heads.
 
         Returns:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,14 +13,16 @@ import torch
 from llmgeom.batch import Batch, Tokens
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Site
+from llmgeom.model.edits import Clean, Resume
 from llmgeom.model.passes import Observer, Step
+from llmgeom.model.resume import clean_pass
 from llmgeom.model.tokenizing import special_tokens
 from llmgeom.model.weights import output_weight, value_weight
 from llmgeom.progress import tell
 from llmgeom.verbs.lens import interval
 from llmgeom.verbs.reading import Reading, called
 
-MOST = 2**24  # log-probabilities in memory at once
+MOST = 2**25  # log-probabilities in memory at once
 _log = logging.getLogger(__name__)
 KINDS = ("induction", "previous token", "duplicate token", "first token")
 INPUT_NORMS = ("input_layernorm", "ln_1", "norm1", "self_attn_layer_norm", "pre_attention_layernorm")
@@ -89,7 +92,7 @@ def _scores(subject: Any, ids: torch.Tensor, before: int, length: int) -> tuple[
 
     batch = _batch(ids, torch.arange(ids.shape[1]) >= before + length)
     observer = Observer("heads", scores, frozenset({Site.ATTENTION}))
-    seen = subject.capture(batch, {Site.ENTROPY}, observers=[observer])
+    seen = subject.capture(batch, Site.FINAL, observers=[observer])
     by_row = seen.observed("heads.scores").double().numpy()
     by_sequence = np.stack([by_row[seen.prompt.numpy() == i].mean(0) for i in range(len(ids))])
     return by_sequence, float((1.0 / (seen.position.double() + 1)).mean())
@@ -118,14 +121,13 @@ def copying_scores(subject: Any) -> np.ndarray:
             continue
         norm = next((child for name, child in block.layer.named_children() if name in INPUT_NORMS), None)
         scale, centred = (1.0, False) if norm is None else _scale(norm, embedding)
-        for head in range(found.shape[1]):
-            value = value_weight(subject, layer, head // shared).float()
-            value = (value.T * scale).T if norm is not None else value
-            output = output_weight(subject, layer, head).float()
-            value = value - value.mean(0) if centred else value
-            output = output - output.mean(1, keepdim=True) if centred_after else output
-            roots = torch.linalg.eigvals(output @ around @ value)
-            found[layer, head] = float(roots.real.sum() / roots.abs().sum())
+        values = torch.stack([value_weight(subject, layer, head).float() for head in range(subject.facts["kv_heads"])])
+        values = values if norm is None else values * scale[:, None]
+        values = values - values.mean(1, keepdim=True) if centred else values
+        outputs = torch.stack([output_weight(subject, layer, head).float() for head in range(found.shape[1])])
+        outputs = outputs - outputs.mean(2, keepdim=True) if centred_after else outputs
+        roots = torch.linalg.eigvals(outputs @ (around @ values).repeat_interleave(shared, 0))
+        found[layer] = (roots.real.sum(-1) / roots.abs().sum(-1)).cpu().numpy()
     return found
 
 
@@ -146,23 +148,45 @@ def copying(subject: Any, chosen: Sequence[tuple[int, int]], length: int, sequen
     if not chosen or any(not (0 <= layer < layers and 0 <= head < count) for layer, head in chosen):
         raise UserError(f"copying({chosen}): expected pairs (layer, head), of layers 0 to {layers - 1} and heads 0 to "
                         f"{count - 1}")  # fmt: skip
-    ids, before = repeated(subject, length, sequences, seed)
-    means = subject.capture(_batch(ids, torch.arange(ids.shape[1]) >= before), Site.Z).layers(Site.Z)
-    mean = {layer: z.float().mean(0) for layer, z in enumerate(means) if z is not None}
-    rng = np.random.default_rng(seed)
-    others = [(layer, head) for layer in mean for head in range(count) if (layer, head) not in chosen]
-    if len(others) < len(chosen):
-        raise UserError(f"copying of {len(chosen)} heads: only {len(others)} others are left to compare with")
-    edits = {"no head": [], "these heads": chosen}
+    if len(chosen) > len({*chosen}):
+        raise UserError(f"copying({chosen}): a head stands there twice")
+    lowest, of_layer = min(layer for layer, _ in chosen), Counter(layer for layer, _ in chosen)
+    if any(2 * number > count for number in of_layer.values()):  # fewer others than chosen: from anywhere
+        lowest, of_layer = 0, Counter({None: len(chosen)})
+    rng, edits = np.random.default_rng(seed), {"no head": [], "these heads": chosen}
+    has_heads = [layer for layer, block in enumerate(subject.blocks) if block.attention is not None]
     for i in range(draws):
-        edits[f"random heads {i + 1}"] = [others[k] for k in rng.choice(len(others), len(chosen), replace=False)]
-    rows = []
+        edits[f"random heads {i + 1}"] = drawn = []
+        for layer, number in of_layer.items():
+            others = [(at, head) for at in (has_heads if layer is None else [layer]) for head in range(count)
+                      if (at, head) not in chosen]  # fmt: skip
+            if len(others) < number:
+                raise UserError(f"copying of {number} heads: only {len(others)} others are left to compare with")
+            drawn += [others[k] for k in rng.choice(len(others), number, replace=False)]
+    ids, before = repeated(subject, length, sequences, seed)
+    place = torch.arange(ids.shape[1])
+    asked = (place >= before + length) & (place < len(place) - 1)
+    parts, sums = [], defaultdict(float)
+    for some in ids.split(max(1, MOST // (length * subject.facts["vocabulary"]))):
+        batch = _batch(some, asked)
+        parts.append((batch, some, clean_pass(subject, batch)))
+        resume = _from(parts[-1][2], lowest, batch)
+        written = subject.capture(_batch(some, place >= before), Site.Z, resume=resume)
+        for layer in range(lowest, layers):
+            if (Site.Z, layer) in written.tensors:
+                sums[layer] += written[Site.Z, layer].float().sum(0) / (len(ids) * int((place >= before).sum()))
+    rows: list[list[float]] = []
     for i, heads_ in enumerate(edits.values()):
         tell("ablating heads", i, len(edits))
         model = subject
         for layer in sorted({layer for layer, _ in heads_}):
-            model = model.edit("z", mean[layer], layers=layer, heads=[h for at, h in heads_ if at == layer])
-        rows.append(_copied(model, ids, before + length))
+            model = model.edit("z", sums[layer], layers=layer, heads=[h for at, h in heads_ if at == layer])
+        start = min((layer for layer, _ in heads_), default=layers - 1)
+        rows.append([])
+        for batch, some, clean in parts:
+            log_probs = model.capture(batch, Site.LOG_PROBS, resume=_from(clean, start, batch)).log_probs
+            right = some[:, before + length + 1 :].reshape(-1, 1).to(log_probs.device)
+            rows[-1] += log_probs.gather(1, right).double().view(len(some), -1).mean(1).tolist()
     by_sequence = np.array(rows)  # [edit sequence]
     lost = by_sequence[0] - by_sequence
     low, high = interval(lost) if sequences > 1 else (lost.mean(1),) * 2
@@ -177,17 +201,9 @@ def copying(subject: Any, chosen: Sequence[tuple[int, int]], length: int, sequen
     )
 
 
-def _copied(model: Any, ids: torch.Tensor, first: int) -> list[float]:
-    """Of each sequence, the mean log-probability of its tokens from place `first` + 1 on, in nats."""
-    asked = torch.arange(ids.shape[1]) >= first
-    asked[-1] = False
-    means: list[float] = []
-    some = max(1, MOST // (int(asked.sum()) * model.facts["vocabulary"]))
-    for rows in ids.split(some):
-        log_probs = model.capture(_batch(rows, asked), Site.LOG_PROBS).log_probs
-        right = rows[:, first + 1 :].reshape(-1, 1).to(log_probs.device)
-        means += log_probs.gather(1, right).double().view(len(rows), -1).mean(1).tolist()
-    return means
+def _from(clean: Clean | None, layer: int, batch: Batch) -> Resume | None:
+    """Passes that begin at a layer, at every position."""
+    return None if clean is None else Resume(clean, layer, torch.zeros(len(batch), dtype=torch.int64))
 
 
 def repeated(subject: Any, length: int, sequences: int, seed: int) -> tuple[torch.Tensor, int]:
