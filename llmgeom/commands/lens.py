@@ -9,7 +9,7 @@ from llmgeom.commands import config
 from llmgeom.commands.output import Output
 from llmgeom.commands.pictures import PictureConfig, Shown, run
 from llmgeom.errors import UserError
-from llmgeom.flags import LARGEST_SEED, argument, control_flag, prompt_flag
+from llmgeom.flags import LARGEST_SEED, argument, control_flag, measure_flag, prompt_flag
 
 if TYPE_CHECKING:
     from llmgeom.model.model import Model
@@ -25,6 +25,9 @@ class RunConfig(PictureConfig):
     prompts: str | None = prompt_flag(None, "Prompts of a file, one a line; each is read at its last token.")
     controls: int = control_flag(
         4, "With --prompts: untrained copies, and shuffles of the prompts.", least=0, most=100, name="--control-models"
+    )
+    transport: str | None = measure_flag(
+        None, "Beside it a Jacobian lens: a file of one matrix a layer (.pt as published, .safetensors, .npz)."
     )
     seed: int = control_flag(0, "Fixes the controls.", least=0, most=LARGEST_SEED)
 
@@ -52,21 +55,39 @@ def main(settings: RunConfig, output: Output) -> int:
 
 def one(subject: Model, settings: RunConfig) -> Shown:
     """The grid of one prompt; in the terminal its last token."""
-    lens = subject.lens(settings.prompt)
-    answer, rank, token = lens.attrs["answers"][-1], lens["rank"][:, -1], lens["token"][:, -1]
+    lens = subject.lens(settings.prompt, transport=settings.transport)
+    layers, answer, rank, token = (
+        lens.coords["layer"],
+        lens.attrs["answers"][-1],
+        lens["rank"][:, -1],
+        lens["token"][:, -1],
+    )
     first = next(i for i in range(len(rank)) if (rank[i:] == 1).all())
     head = f"{'layer':>5}  {'top token':<16}{'probability':>11}  {'rank of the answer':>18}  {'entropy':>7}  {'KL':>6}"
     lines = [
-        f"{layer:>5}  {str(token[layer])!r:<16}{lens['probability'][layer, -1]:>11.3f}  {rank[layer]:>18,}  "
-        f"{lens['entropy'][layer, -1]:>7.2f}  {lens['KL'][layer, -1]:>6.2f}"
-        for layer in range(len(rank))
+        f"{layer:>5}  {str(token[i])!r:<16}{lens['probability'][i, -1]:>11.3f}  {rank[i]:>18,}  "
+        f"{lens['entropy'][i, -1]:>7.2f}  {lens['KL'][i, -1]:>6.2f}"
+        for i, layer in enumerate(layers)
     ]
-    before = f"; layer {first - 1} says {str(token[first - 1])!r}" if first else ""
-    sentence = (
+    before = f"; layer {layers[first - 1]} says {str(token[first - 1])!r}" if first else ""
+    sentences = [
         f"The model's answer is {answer!r} (probability {lens['probability'][-1, -1]:.2f}). It is on top from layer "
-        f"{first} of {len(rank) - 1} on{before}. Layer {len(rank) - 1} is the output of the last one."
-    )
-    return Shown([sentence], [(lens, "probability"), (lens, "KL")], ["", head, *lines, ""])
+        f"{layers[first]} of {layers[-1]} on{before}. Layer {layers[-1]} is the output of the last one."
+    ]
+    pictures = [(lens, "probability"), (lens, "KL")]
+    if settings.transport:
+        carried = lens["Jacobian rank"][:, -1]
+        ten = [next((layer for layer, at in zip(layers, ranks, strict=True) if at <= 10)) for ranks in (rank, carried)]
+        sentences.append(
+            f"Among the ten top tokens it is first in layer {ten[1]} by the Jacobian lens, in layer {ten[0]} by the "
+            "logit lens."
+        )
+        head += f"  {'Jacobian: top token':<20}{'rank':>7}  {'KL':>6}"
+        top = lens["Jacobian token"][:, -1]
+        lines = [f"{line}  {str(top[i])!r:<20}{carried[i]:>7,}  {lens['Jacobian KL'][i, -1]:>6.2f}"
+                 for i, line in enumerate(lines)]  # fmt: skip
+        pictures[1:1] = [(lens, "Jacobian probability")]
+    return Shown(sentences, pictures, ["", head, *lines, ""])
 
 
 def many(subject: Model, settings: RunConfig) -> Shown:
@@ -76,16 +97,24 @@ def many(subject: Model, settings: RunConfig) -> Shown:
     batch = files.read(str(settings.prompts))
     if len(batch) < 2:
         raise UserError(f"{settings.prompts} holds one prompt: give it as it is, llmgeom lens PROMPT, or give more")
-    lens = subject.lens(batch, settings.controls, settings.seed)
+    lens = subject.lens(batch, settings.controls, settings.seed, settings.transport)
     (low, high), n = lens.attrs["first layer interval"], lens.attrs["n"]
-    half, last = len(subject.blocks) // 2, len(subject.blocks)
-    median = next(layer for layer, share in enumerate(lens["decided"]) if share >= 0.5)
+    layers, half = lens.coords["layer"], len(lens.coords["layer"]) // 2
+    median = next(layer for layer, share in zip(layers, lens["decided"], strict=True) if share >= 0.5)
     sentences = [
         f"In {n} prompts the answer is on top from layer {lens.attrs['first layer']:.1f} [{low:.1f}, {high:.1f}] of "
-        f"{last} on, on average; in half of them from layer {median} on.",
-        f"Entropy is {lens['entropy'][0]:.1f} bits at the embedding, {lens['entropy'][half]:.1f} in layer {half} and "
-        f"{lens['entropy'][-1]:.1f} at the end; layer {half} is {lens['KL'][half]:.1f} bits from the final answer.",
+        f"{layers[-1]} on, on average; in half of them from layer {median} on.",
+        f"Entropy is {lens['entropy'][0]:.1f} bits {f'in layer {layers[0]}' if layers[0] else 'at the embedding'}, "
+        f"{lens['entropy'][half]:.1f} in layer {layers[half]} and {lens['entropy'][-1]:.1f} at the end; layer "
+        f"{layers[half]} is {lens['KL'][half]:.1f} bits from the final answer.",
     ]
+    if settings.transport:
+        ends = [f"{lens[name][half]:.1f} [{lens[f'{name}, low'][half]:.1f}, {lens[f'{name}, high'][half]:.1f}]"
+                for name in ("Jacobian KL", "KL")]  # fmt: skip
+        sentences.append(
+            f"The Jacobian lens is {ends[0]} bits from the final answer in layer {layers[half]}, the logit lens "
+            f"{ends[1]}; by it the answer is on top from layer {lens.attrs['Jacobian first layer']:.1f} on."
+        )
     if settings.controls:
         ends = [
             f"{band} {lens[f'entropy, lowest of {band}'][-1]:.1f} to {lens[f'entropy, highest of {band}'][-1]:.1f}"

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from llmgeom.verbs.beliefs import Beliefs
     from llmgeom.verbs.generation import Generated
     from llmgeom.verbs.reading import Reading
+    from llmgeom.verbs.transport import Transport
 
 
 class Verbs:
@@ -21,7 +22,9 @@ class Verbs:
     name: str
     edit: Callable[..., Self]
 
-    def lens(self, prompts: Prompts, controls: int = 0, seed: int = 0) -> Reading:
+    def lens(
+        self, prompts: Prompts, controls: int = 0, seed: int = 0, transport: str | Transport | None = None
+    ) -> Reading:
         """The logit lens: what each layer's residual stream predicts (nostalgebraist 2020).
 
         Row 0 is the input of the first layer, row l the output of layer l - 1; the last row is the model's own answer.
@@ -30,6 +33,9 @@ class Verbs:
             prompts: One, a string or its token ids, is read at every position; several at their last token.
             controls: Of several prompts: how many untrained copies, and shuffles of each prompt's tokens, make a band.
             seed: Of the controls.
+            transport: A Jacobian lens, of `fit_lens` or a published file: its matrices carry the stream to the last
+                layer before it is unembedded (Gurnee et al. 2026), at the layers that have one. Each array stands a
+                second time, as "Jacobian KL" and so on, with the same bands.
 
         Returns:
             Of one prompt, over layer and position: `probability` of the top `token`; `rank` of the token that the model
@@ -44,7 +50,31 @@ class Verbs:
         from llmgeom.verbs.lens import lens
 
         with watched():
-            return lens(self, prompts, controls, seed)
+            return lens(self, prompts, controls, seed, transport)
+
+    def fit_lens(self, prompts: Prompts, rows: int | None = None, skip: int = 16) -> Transport:
+        """Fit a Jacobian lens: the average Jacobian of the last layer's output by each earlier layer's, by autograd.
+
+        J_l = mean over prompts and positions t of the sum over t' >= t of dh_L(t') / dh_l(t) (Gurnee et al. 2026). One
+        backward pass gives one row of every layer's matrix: a prompt costs d_model of them, which is why `rows` spreads
+        the rows over prompts, an unbiased estimate with more error.
+
+        Args:
+            prompts: Texts of the kind that the lens will read.
+            rows: How many rows of the matrices a prompt measures; all by default.
+            skip: The first positions of a text, left out as the attention sink is; so is the last one.
+
+        Returns:
+            For `lens(transport=...)`; `attrs["error"]` is the standard error by layer, relative to the matrix, and
+            `save(path)` writes it.
+
+        Raises:
+            UserError: Fewer than two prompts for each row; a prompt of skip + 1 tokens or fewer.
+        """
+        from llmgeom.verbs.transport import fit
+
+        with watched():
+            return fit(self, prompts, rows, skip)
 
     def attention(self, prompt: Prompts, layer: int, head: int) -> Reading:
         """The attention pattern of one head on one prompt: `attention` over query and key position; rows sum to 1.

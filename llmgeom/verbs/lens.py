@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,53 +18,90 @@ from llmgeom.model.capture import Site
 from llmgeom.model.tokenizing import after_space, shuffle, special_tokens
 from llmgeom.progress import tell
 from llmgeom.verbs.reading import Reading, called
+from llmgeom.verbs.transport import Transport
 
 ROWS = 256  # positions whose log-probabilities over the vocabulary are in memory at once
 
 
-def lens(subject: Any, prompts: Prompts, controls: int, seed: int) -> Reading:
+NUMBERS = ("probability", "token", "rank", "entropy", "KL")
+JACOBIAN = "Jacobian {}"  # how an array of the Jacobian lens is called
+
+
+def lens(subject: Any, prompts: Prompts, controls: int, seed: int, transport: Any) -> Reading:
     """See `Verbs.lens`."""
-    batch = Batch.of(prompts)
+    batch, carried = Batch.of(prompts), None
+    if transport is not None:
+        carried = (transport if isinstance(transport, Transport) else Transport.load(str(transport))).of(subject)
     rows = subject.tokens(batch).real
     if len(rows) > 1:
-        return _at_the_last_token(subject, batch, controls, seed)
+        return _at_the_last_token(subject, batch, controls, seed, carried)
     ids, tokens = rows[0], texts_of(subject, rows[0])
-    values, answer = _by_layer(subject, [ids], "all")
-    values["token"] = np.array([texts_of(subject, row) for row in values["token"].tolist()])
+    values, answer = _by_layer(subject, [ids], "all", carried)
+    for name in {"token", JACOBIAN.format("token")} & values.keys():
+        values[name] = np.array([texts_of(subject, row) for row in values[name].tolist()])
     return Reading(
         f"{called(subject)}, logit lens: top token after each layer",
-        {"layer": tuple(range(len(subject.blocks) + 1)), "position": tuple(range(len(ids)))},
+        {"layer": _layers(subject, carried), "position": tuple(range(len(ids)))},
         values,
-        units={"entropy": "bits", "KL": "bits"},
+        units={name: "bits" for name in values if name.endswith(("entropy", "KL"))},
         ticks={"position": tokens},
-        text="token",
+        text={name: JACOBIAN.format("token") if name.startswith(JACOBIAN[:8]) else "token" for name in values},
         attrs={"answers": texts_of(subject, answer.tolist())},
     )
 
 
-def _by_layer(subject: Any, prompts: Any, positions: str) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Name -> [layer row] of what `_read` returns, and the model's own top token at each row."""
+def _layers(subject: Any, carried: Mapping[int, Tensor] | None) -> tuple[int, ...]:
+    """The rows of a lens: all, or those that a Jacobian lens has a matrix for, and the model's own answer."""
+    depth = len(subject.blocks)
+    return tuple(range(depth + 1)) if carried is None else (*sorted(carried), depth)
+
+
+def _by_layer(
+    subject: Any, prompts: Any, positions: str, carried: Mapping[int, Tensor] | None
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Name -> [layer row] of what `_read` returns, and the model's own top token at each row; with matrices of a
+    Jacobian lens also of the stream that they carried to the last layer."""
     seen = subject.capture(prompts, {Site.RESIDUAL, Site.LOG_PROBS}, positions=positions)
-    layers, final = seen.layers(Site.RESIDUAL), seen.log_probs
-    answer = final.argmax(-1)
-    numbers: dict[str, list[Tensor]] = {"probability": [], "token": [], "rank": [], "entropy": [], "KL": []}
-    for layer in range(len(layers)):
-        parts = [_read(subject.unembed(layers[layer][at : at + ROWS]), final[at : at + ROWS], answer[at : at + ROWS])
-                 for at in range(0, len(final), ROWS)]  # fmt: skip
-        for name, each in zip(numbers, zip(*parts, strict=True), strict=True):
-            numbers[name].append(torch.cat(each))
-    return {name: torch.stack(every).numpy() for name, every in numbers.items()}, answer.numpy()
+    final, answer = seen.log_probs, seen.log_probs.argmax(-1)
+    stream, layers = seen.layers(Site.RESIDUAL), _layers(subject, carried)
+    ways = {"{}": [stream[layer] for layer in layers]}
+    if carried is not None:
+        ways[JACOBIAN] = [stream[layer].float() @ carried[layer].T.to(stream[layer].device) if layer in carried
+                          else stream[layer] for layer in layers]  # fmt: skip
+    numbers = {}
+    for way, streams in ways.items():
+        read = []
+        for rows in streams:
+            parts = [_read(subject.unembed(rows[at : at + ROWS]), final[at : at + ROWS], answer[at : at + ROWS])
+                     for at in range(0, len(final), ROWS)]  # fmt: skip
+            read.append([torch.cat(each) for each in zip(*parts, strict=True)])
+        for name, by_layer in zip(
+            ("probability", "token", "rank", "entropy", "KL"), zip(*read, strict=True), strict=True
+        ):
+            numbers[way.format(name)] = torch.stack(by_layer).numpy()
+    return numbers, answer.numpy()
 
 
-def _at_the_last_token(subject: Any, batch: Batch, controls: int, seed: int) -> Reading:
+def _at_the_last_token(
+    subject: Any, batch: Batch, controls: int, seed: int, carried: Mapping[int, Tensor] | None
+) -> Reading:
     """The lens at the last token of each prompt: means over prompts, with their intervals and the controls' bands."""
-    values, _ = _by_layer(subject, batch, "last")
-    on_top = np.flip(np.minimum.accumulate(np.flip(values["rank"] == 1, 0), 0), 0)  # from this layer to the last
-    first = len(on_top) - on_top.sum(0)
-    own = {"entropy": values["entropy"], "KL": values["KL"], "decided": on_top.astype(float)}
-    curves = {name: rows.mean(1) for name, rows in own.items()}
-    for name, rows in own.items():
-        curves[f"{name}, low"], curves[f"{name}, high"] = interval(rows)
+    values, _ = _by_layer(subject, batch, "last", carried)
+    layers, n = _layers(subject, carried), len(batch)
+    ways = ("{}",) if carried is None else ("{}", JACOBIAN)
+    curves: dict[str, np.ndarray] = {}
+    where: dict[str, Any] = {}
+    for way in ways:
+        ranks = values[way.format("rank")]
+        on_top = np.flip(np.minimum.accumulate(np.flip(ranks == 1, 0), 0), 0)  # from this layer to the last
+        for name, rows in (("entropy", values[way.format("entropy")]), ("KL", values[way.format("KL")]),
+                           ("decided", on_top.astype(float))):  # fmt: skip
+            curves[way.format(name)] = rows.mean(1)
+            curves[f"{way.format(name)}, low"], curves[f"{way.format(name)}, high"] = interval(rows)
+        first = np.array(layers)[len(layers) - on_top.sum(0)]
+        low, high = interval(first[None])
+        where[way.format("first layer")] = float(first.mean())
+        where[way.format("first layer interval")] = (float(low[0]), float(high[0]))
     bands = {"95 % interval over prompts": ("{}, low", "{}, high")}
     tokens, special = subject.tokens(batch), (0, 0)
     if subject.tokenizer is not None:
@@ -72,27 +110,27 @@ def _at_the_last_token(subject: Any, batch: Batch, controls: int, seed: int) -> 
     for i in range(controls):
         tell("lens of shuffled prompts", i, controls)
         order = replace(batch, inputs=shuffle(tokens, special[0], seed + i, special[1]))
-        drawn["shuffled prompts"].append(_by_layer(subject, order, "last")[0])
+        drawn["shuffled prompts"].append(_by_layer(subject, order, "last", carried)[0])
     with subject.controls() as control:
         for i in range(controls):
             tell("lens of untrained copies", i, controls)
-            drawn["untrained copies"].append(_by_layer(control(seed + i), batch, "last")[0])
+            drawn["untrained copies"].append(_by_layer(control(seed + i), batch, "last", carried)[0])
         control(None)
     for band, draws in drawn.items():
         if draws:
             bands[band] = (f"{{}}, lowest of {band}", f"{{}}, highest of {band}")
-            for name in ("entropy", "KL"):
+            for name in (way.format(name) for way in ways for name in ("entropy", "KL")):
                 means = np.stack([draw[name].mean(1) for draw in draws])
                 curves[f"{name}, lowest of {band}"], curves[f"{name}, highest of {band}"] = means.min(0), means.max(0)
-    low, high = interval(first[None])
-    where = {"first layer": float(first.mean()), "first layer interval": (float(low[0]), float(high[0]))}
+    drawn_of = {name: "share of prompts" if name == "decided" else "bits" for name in ("entropy", "KL", "decided")}
     return Reading(
-        f"{called(subject)}, logit lens at the last token of {len(first)} prompts",
-        {"layer": tuple(range(len(on_top)))},
+        f"{called(subject)}, logit lens at the last token of {n} prompts",
+        {"layer": layers},
         curves,
-        units={"entropy": "bits", "KL": "bits", "decided": "share of prompts"},
+        units={way.format(name): unit for way in ways for name, unit in drawn_of.items()},
         bands=bands,
-        attrs={"n": len(first), "draws of each control": controls, **where},
+        beside={name: JACOBIAN.format(name) for name in drawn_of} if carried is not None else {},
+        attrs={"n": n, "draws of each control": controls, **where},
     )
 
 

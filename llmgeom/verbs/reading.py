@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
     from plotly.graph_objects import Figure
 
-BLUE, GREY, ORANGE, INK = "#0072b2", "#8a8a8a", "#d55e00", "#1a1a1a"
+BLUE, GREY, ORANGE, GREEN, INK = "#0072b2", "#8a8a8a", "#d55e00", "#009e73", "#1a1a1a"
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +28,8 @@ class Reading:
         values: Name -> array over all dimensions. The first is the one that `plot` draws.
         units: Name -> unit, where a number has one.
         ticks: Dimension -> what stands at each coordinate in the picture, e.g. tokens.
-        text: The array that is written into the cells of the picture.
+        text: Array that is drawn -> the array that is written into its cells.
+        beside: Curve that is drawn -> another one, drawn with it.
         bands: Of one dimension: what a shaded band is -> the arrays that are its lower and its upper end; {} in their
             names is the array that is drawn.
         attrs: Single numbers and facts: what was run, n, baselines.
@@ -39,8 +40,9 @@ class Reading:
     values: Mapping[str, np.ndarray]
     units: Mapping[str, str] = field(default_factory=dict)
     ticks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    text: str = ""
+    text: Mapping[str, str] = field(default_factory=dict)
     bands: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    beside: Mapping[str, str] = field(default_factory=dict)
     attrs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -98,7 +100,7 @@ class Reading:
             colorscale="RdBu" if signed else "Blues",
             colorbar={"title": {"text": f"{name}<br>{self.units.get(name, '')}"}},
             **({"zmin": -most, "zmax": most} if signed else {"zmin": 0}),
-            **({"text": [[written(t) for t in row] for row in self.values[self.text]]} if self.text else {}),
+            **({"text": [[written(t) for t in row] for row in self.values[self.text[name]]]} if self.text else {}),
             texttemplate="%{text}" if self.text else None,
         )
         ticks = self.ticks.get(across)
@@ -144,6 +146,9 @@ class Reading:
         else:
             curve = {"color": BLUE, "width": 3}
             figure.add_trace(Scatter(x=list(places), y=array, name=name, line=curve, mode="lines+markers"))
+            if other := self.beside.get(name):
+                curve = {"color": GREEN, "width": 3}
+                figure.add_trace(Scatter(x=list(places), y=self[other], name=other, line=curve, mode="lines+markers"))
         figure.update_yaxes(title=f"{name}, {self.units[name]}" if name in self.units else name)
         return self._dressed(figure, 420)
 
