@@ -11,9 +11,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from markupsafe import Markup
 
 from llmgeom.errors import UserError
 from llmgeom.record import Record
+from llmgeom.reports.drawing import svg
 from llmgeom.reports.prompts import BAR, COLOURS, complete, marks, ordered, prompt_columns
 from llmgeom.reports.text import (
     NO_INTERVAL,
@@ -80,6 +82,11 @@ class Drawn:
     choices: tuple[str, ...] = ()
     chosen: str = ""
 
+    @property
+    def static(self) -> Markup:
+        """The figure as SVG, for pages without a script; empty where only Plotly draws it."""
+        return svg(self.spec, self.label)
+
 
 def figures(record: Record) -> dict[str, dict[str, Plotly]]:
     """Every figure of the record's page as a Plotly figure, by probe and quantity, in the order of the page.
@@ -120,8 +127,15 @@ def coloured(spec: Mapping[str, Any], columns: Mapping[str, Any], hover: Sequenc
 
 
 def pictured(measured: Measured) -> dict[str, Figure]:
-    """The quantities that have a figure, in the order in which they are shown: by kind, then as declared."""
-    declared = {name: quantity.figure for name, quantity in measured.quantities.items() if quantity.figure}
+    """The quantities that have a figure, in the order in which they are shown: by kind, then as declared.
+
+    One of a single point has none: it is among the single numbers.
+    """
+    declared = {
+        name: quantity.figure
+        for name, quantity in measured.quantities.items()
+        if quantity.figure and measured.arrays[name].size != 1
+    }
     return dict(sorted(declared.items(), key=lambda item: ORDER.index(item[1].kind)))
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llmgeom.record import Record
+from llmgeom.reports.drawing import blend
 from llmgeom.reports.prompts import COLOURS, FINAL, complete, numeric
 from llmgeom.reports.text import visible, written
 
@@ -95,7 +96,7 @@ def _gradient(values: Sequence[float], name: str) -> tuple[list[str], tuple[tupl
     low, high = min(values), max(values)
     shares = [(v - low) / ((high - low) or 1) for v in values]
     unit = " bits" if name == "entropy" else ""
-    return [blend(share) for share in shares], ((SCALE[0], f"{low:.3g}{unit}"), (SCALE[-1], f"{high:.3g}{unit}"))
+    return [blend(share, SCALE) for share in shares], ((SCALE[0], f"{low:.3g}{unit}"), (SCALE[-1], f"{high:.3g}{unit}"))
 
 
 def _categories(values: Sequence[Any]) -> tuple[list[str], tuple[tuple[str, str], ...]]:
@@ -106,11 +107,3 @@ def _categories(values: Sequence[Any]) -> tuple[list[str], tuple[tuple[str, str]
     rest = len(words) - sum(words.count(word) for word in ranked[:NAMED])
     key += [(COLOURS[-1], f"others {rest}")] if rest else []
     return [colour.get(word, COLOURS[-1]) for word in words], tuple(key)
-
-
-def blend(share: float) -> str:
-    """The colour of a share between 0 and 1."""
-    at = min(max(share, 0.0), 1.0) * (len(SCALE) - 1)
-    low = min(int(at), len(SCALE) - 2)
-    first, second = (np.array([int(stop[i : i + 2], 16) for i in (1, 3, 5)]) for stop in SCALE[low : low + 2])
-    return "#" + "".join(f"{round(v):02x}" for v in first + (second - first) * (at - low))

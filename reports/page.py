@@ -12,6 +12,7 @@ from markupsafe import Markup
 
 from llmgeom.record import Record
 from llmgeom.reports.comparison import Comparison, drawn as drawn_differences
+from llmgeom.reports.drawing import key
 from llmgeom.reports.figures import TEMPLATE, Drawn, draw, pictured, side_by_side
 from llmgeom.reports.findings import POOLED, counting, findings, told
 from llmgeom.reports.forest import Scale, forest
@@ -35,6 +36,10 @@ from llmgeom.result import FIGURE, WORDS, Measured
 
 RUN_LINE_WIDTH = 140
 HEAVY = 10_000_000  # bytes
+LEADING = (  # curves above the fold: probe, quantity
+    ("attention_focus", "normalised"), ("belief_readout", "missed"), ("process", "accuracy"), ("process", "exact"),
+    ("sula_belief", "along"),
+)  # fmt: skip
 # Ids that the templates write themselves.
 OWN = frozenset({
     "card", "claims", "compared", "copied", "copy", "data", "layer", "layer-said", "live", "live-answers",
@@ -85,6 +90,7 @@ def page(records: Sequence[Record], comparison: Comparison | None = None, live: 
         live=model,
         run=Markup(packed_json(model.data)) if model else "",
         pictures=pictures,
+        lead=_leading(sections, 3 - len(pictures[:1])),
         **first_screen(names, records, every),
         joined=sections,
         sections={(part["label"], s["probe"]): anchor_of[s["probe"]] for part in parts for s in part["sections"]},
@@ -100,6 +106,29 @@ def _pictures(names: Sequence[str], records: Sequence[Record]) -> list[tuple[int
         (place, label if len(records) > 1 else "", panels, extremes(record))
         for place, label, record in every
         if (panels := multiples(record))
+    ]
+
+
+def _leading(sections: Sequence[Mapping[str, Any]], most: int) -> list[tuple[Drawn, str, Any, str]]:
+    """The curves above the fold, (figure, title, key, anchor): those of LEADING that the run has, else the first one of
+    each probe with a claim."""
+    curves = {
+        (section["probe"], drawn.id.rpartition("--")[2]): (drawn, section)
+        for section in sections
+        for row in section["drawn"]
+        for drawn in row
+        if drawn.spec.get("curve") and drawn.static
+    }
+    named = [curves[each] for each in LEADING if each in curves]
+    first = {section["probe"]: (drawn, section) for drawn, section in reversed(curves.values()) if section["words"]}
+    return [
+        (
+            drawn,
+            str(drawn.spec["layout"]["yaxis"]["title"]["text"]).replace("<br>", " "),
+            key(drawn.spec),
+            section["id"],
+        )
+        for drawn, section in (named or [*reversed(first.values())])[:most]
     ]
 
 
@@ -216,7 +245,10 @@ def written_out(
         "data": Markup(json_text(data)),
         "more": Markup(packed_json(more)),
     }
-    fill = partial(environment().get_template(template).render, {"contents": [], "pictures": []} | context | every_page)
+    fill = partial(
+        environment().get_template(template).render,
+        {"contents": [], "pictures": [], "lead": [], "compared": None} | context | every_page,
+    )
     html = fill(heavy="")
     if (size := len(html.encode())) <= HEAVY:
         return html
@@ -264,6 +296,9 @@ def panel(record: Record) -> str:
             parts=[{"label": label, "run_line": _run_line(record)}],
             **first_screen([label], [record], rows([record])),
             sections={},
+            lead=[],
+            pictures=[],
+            compared=None,
         )
     )
 
@@ -370,7 +405,11 @@ def _joined(parts: Sequence[Mapping[str, Any]], first: Sequence[str] = ()) -> li
 
 def _section(place: int, anchor: str, probe: str, record: Record, of: Sequence[Row]) -> dict[str, Any]:
     measured = record.results[probe]
-    scalars = sorted(name for name, q in measured.quantities.items() if not q.axes)
+    drawn, sizes_of = pictured(measured), {name: array.size for name, array in measured.arrays.items()}
+    scalars = sorted(
+        name for name, q in measured.quantities.items()
+        if not q.axes or (q.figure and name not in drawn and sizes_of[name] == 1)
+    )  # fmt: skip
     return {
         "id": anchor,
         "words": [word for word in WORDS if any(row.claim and row.word == word for row in of)],
@@ -378,8 +417,7 @@ def _section(place: int, anchor: str, probe: str, record: Record, of: Sequence[R
         "measured": measured,
         "rows": of,
         "drawn": [
-            draw(measured, name, f"{anchor}--{slug(name)}", place, record.prompts, record.source)
-            for name in pictured(measured)
+            draw(measured, name, f"{anchor}--{slug(name)}", place, record.prompts, record.source) for name in drawn
         ]
         + _own_figure(measured, f"{anchor}--{FIGURE}"),
         "scalars": [

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from llmgeom.reports import page
+from llmgeom.reports.drawing import blend, key, svg
 from llmgeom.reports.figures import draw, pictured
 from llmgeom.reports.forest import LEAST, MOST, Scale, forest
-from llmgeom.reports.multiples import blend, multiples
+from llmgeom.reports.multiples import SCALE, multiples
 from llmgeom.reports.prompts import COLOURS, SHAPES, complete
 from llmgeom.reports.table import rows
 from llmgeom.reports.text import counted, numbers
@@ -51,9 +52,57 @@ def test_an_axis_with_names_an_interval_and_a_curve_beside_are_drawn_and_told():
     assert np.allclose(line["error_y"]["arrayminus"], [0.1, 0.1, 0.1])
     assert numbered.rows[2] == ("8", "0.5", "0.4", "0.4", "0.6") and len(numbered.columns) == 5
     assert "Dashed: exact entropy." in numbered.caption and "Whiskers: 95 % interval." in numbered.caption
+    assert [(kind, text) for kind, _, text in key(numbered.spec)] == [
+        ("dashed", "exact entropy"),
+        ("line", "this model"),
+    ]
     named = draw(replace(measured, ticks={"k": ("exact", "majority", "copy-last")}), "said", "f", 0, {})
     assert named.spec["layout"]["xaxis"]["ticktext"] == ["exact", "majority", "copy-last"]
     assert named.spec["data"][-1]["mode"] == "markers" and named.rows[1][0] == "majority"
+
+
+def test_the_svg_of_a_curve_has_its_numbers_on_one_scale_with_its_ticks():
+    x, y, half = np.arange(20), np.sin(np.arange(20.0)), np.full(20, 0.25)
+    whiskers = {"array": half, "arrayminus": half}
+    line = {"x": x, "y": y, "mode": "lines+markers", "error_y": whiskers, "line": {"color": "#0072B2"}}
+    edges = [{"x": x, "y": y + by, "mode": "lines", "line": {"width": 0}} for by in (-1, 1)]
+    edges[1] |= {"fillpattern": {"fgcolor": "#6b6b6b"}}
+    layout = {"xaxis": {"range": [-0.5, 19.5], "title": {"text": "layer"}}, "yaxis": {}}
+    text = svg({"data": [*edges, line], "layout": layout}, 'a "curve"')
+
+    def numbers_of(path):
+        return np.array(re.findall(r"(-?[\d.]+) (-?[\d.]+)", path), dtype=float)
+
+    band, drawn, *bars = (numbers_of(path) for path in re.findall(r'<path d="(M[^"]+)"', text)[:-1])
+    right, up = np.polyfit(x, drawn[:, 0], 1), np.polyfit(y, drawn[:, 1], 1)
+    assert right[0] > 0 > up[0], "upwards on the page is a smaller number"
+    np.testing.assert_allclose(drawn, np.stack([np.polyval(right, x), np.polyval(up, y)], 1), atol=0.1)
+    np.testing.assert_allclose(band[:20, 1], np.polyval(up, y + 1), atol=0.1)
+    np.testing.assert_allclose(band[20:, 1], np.polyval(up, y - 1)[::-1], atol=0.1)
+    for bar, value in zip(bars, y, strict=True):
+        np.testing.assert_allclose(bar[:, 1], np.polyval(up, [value + 0.25, value - 0.25]), atol=0.1)
+    for at, value in re.findall(r'y="([\d.]+)" text-anchor="end">([^<]+)<', text):
+        assert float(at) - 4 == pytest.approx(np.polyval(up, float(value)), abs=0.2)
+    assert "a &quot;curve&quot;" in text
+
+
+def test_the_svg_of_a_heat_map_has_a_cell_for_each_number_from_the_top():
+    cells = np.array([[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]])
+    layout = {"xaxis": {"title": {"text": "head"}}, "yaxis": {"title": {"text": "layer"}}}
+    text = svg({"data": [{"type": "heatmap", "z": cells}], "layout": layout}, "cells")
+    found = re.findall(r'<path fill="(#\w+)" d="M(\d) (\d)h1v1h-1z"', text)
+    assert [(int(j), int(i)) for _, j, i in found] == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
+    assert found[0][0] == "#00224e" and found[-1][0] == "#fee838"
+    assert re.search(r"scale\(\d+[.]\d+ \d", text), "rows count from the top"
+
+
+def test_a_curve_of_one_point_is_a_number():
+    (measured,) = [m for m in synthetic().results.values() if "rest" in m.quantities or m.quantities][:1]
+    declared = {"once": Quantity(("k",), "bits", "of one k", Figure("curve"))}
+    one = replace(measured, quantities=declared, arrays={"once": np.array([0.25])}, ticks={"k": (8,)}, estimates=())
+    assert pictured(one) == {}
+    text = page([replace(synthetic(), results={"one": one})])
+    assert "<td>once</td><td>0.25 bits</td>" in text
 
 
 def test_a_caption_says_the_claim_the_interval_and_the_n_of_the_headline_that_its_figure_holds():
@@ -258,7 +307,7 @@ def test_the_final_token_is_a_column_and_a_panel():
     assert [one.title for one in panels] == ["by next-token entropy", "by final token", "by length in tokens"]
     by_entropy, by_token, _ = panels
     assert [dot.prompt for dot in by_entropy.dots] == [0, 1, 2]
-    assert by_entropy.dots[0].fill == blend(0) and by_entropy.dots[2].fill == blend(1)
+    assert by_entropy.dots[0].fill == blend(0, SCALE) and by_entropy.dots[2].fill == blend(1, SCALE)
     assert by_token.dots[0].fill == by_token.dots[1].fill != by_token.dots[2].fill
     assert [text for _, text in by_token.key] == ["“.” 2", "“,” 1"]
     xs, ys = [dot.x for dot in by_token.dots], [dot.y for dot in by_token.dots]
