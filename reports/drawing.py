@@ -112,9 +112,8 @@ def _heat(trace: Mapping[str, Any], place: Any) -> list[str]:
     low, high = (-most, most) if "zmid" in trace else (float(cells.min()), float(cells.max()))
     shares = np.rint((cells - low) / ((high - low) or 1.0) * LEVELS).astype(int)
     (x, y), (right, below) = place(-0.5, -0.5), place(0.5, 0.5)
-    parts = [
-        f'<g transform="translate({x:.2f} {y:.2f}) scale({right - x:.3f} {below - y:.3f})" shape-rendering="crispEdges">'
-    ]
+    where = f"translate({x:.2f} {y:.2f}) scale({right - x:.3f} {below - y:.3f})"
+    parts = [f'<g transform="{where}" shape-rendering="crispEdges">']
     for share in np.unique(shares):  # the cells of one colour are one path: a fifth of the bytes
         cells_of = "".join(f"M{j} {i}h1v1h-1z" for i, j in np.argwhere(shares == share))
         parts.append(f'<path fill="{blend(share / LEVELS, scale)}" d="{cells_of}"/>')
