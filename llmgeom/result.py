@@ -84,6 +84,42 @@ def quantity(axes: str, unit: str, meaning: str, figure: Figure | None = None) -
     return field(metadata={"quantity": Quantity(tuple(axes.split()), unit, meaning, figure)})
 
 
+Labelled = tuple[Quantity, np.ndarray]
+
+
+def labelled(array: Any, axes: str, unit: str, meaning: str, figure: Figure | None = None) -> Labelled | None:
+    """An array with what it is: `labelled(x, "layer head", "bits", "entropy of the final query's attention row")`.
+
+    None stays None: a quantity that is not measured.
+    """
+    return None if array is None else (Quantity(tuple(axes.split()), unit, meaning, figure), np.asarray(array))
+
+
+def line(
+    name: str,
+    values: Any,
+    axis: str,
+    unit: str,
+    meaning: str,
+    *,
+    interval: tuple[str, Any] = ("", None),
+    null: tuple[str, Any] = ("", None),
+    beside: str = "",
+) -> dict[str, Labelled | None]:
+    """A curve over one axis, as quantities NAME, NAME_interval and NAME_null.
+
+    Args:
+        interval: What its interval of 95 % is over, e.g. "clusters"; and its ends [place bound].
+        null: What its band is, e.g. "band of untrained copies"; and its ends [place bound].
+        beside: As in `Figure`.
+    """
+    around = {"interval": (f"95 % interval over {interval[0]}", interval[1]), "null": null}
+    bounds = {f"{name}_{part}": labelled(ends, f"{axis} bound", unit, says) for part, (says, ends) in around.items()}
+    ends = {part: f"{name}_{part}" * (bounds[f"{name}_{part}"] is not None) for part in around}
+    figure = Figure("curve", band=ends["null"], interval=ends["interval"], beside=beside)
+    return {name: labelled(values, axis, unit, meaning, figure), **bounds}
+
+
 @dataclass(frozen=True)
 class Curve:
     """A number at each place of one axis, [place]; with its interval and its control's band, [place bound], if any."""
@@ -276,6 +312,69 @@ class Measured:
     ticks: Mapping[str, tuple] = field(default_factory=dict)
     unmeasured: Mapping[str, str] = field(default_factory=dict)
     facts: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, title: str, labelled: Mapping[str, Labelled | None], texts: str = "", **said: Any) -> Self:
+        """A result from labelled arrays; what is None is not measured, and is left out.
+
+        Args:
+            title: The heading of its section.
+            labelled: Name -> what `labelled` or `line` gave.
+            texts: The module of the probe: the section's prose stands under `# TITLE` in a file of the folder texts/
+                that is nearest above it (`read_prose`). By default there is none.
+            said: Estimates, warnings, notes, ticks, unmeasured, facts.
+
+        Raises:
+            ValueError: where an array does not have the declared axes, two arrays disagree on the length of an axis, or
+                a number is not finite: no NaN travels.
+        """
+        present = {name: one for name, one in labelled.items() if one is not None}
+        lengths = {axis: ("its ticks", len(names)) for axis, names in said.get("ticks", {}).items()}
+        for name, (declared, array) in present.items():
+            where = f"{title}: {name}"
+            if array.ndim != len(declared.axes):
+                raise ValueError(f"{where} has shape {array.shape}, and {len(declared.axes)} axes, {declared.axes}")
+            for axis, length in zip(declared.axes, array.shape, strict=True):
+                other, expected = lengths.setdefault(axis, (name, length))
+                if expected != length:
+                    raise ValueError(f"{where} has {length} along {axis!r} but {other} has {expected}")
+            if not np.isfinite(array).all():
+                index = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])
+                at = ", ".join(f"{axis} {i}" for axis, i in zip(declared.axes, index, strict=True)) or "its only entry"
+                raise ValueError(f"{where} is not finite at {at}; measure it, or say why it is not measured")
+        prose = read_texts(texts)[title] if texts else dict.fromkeys(PROSE, "")
+        quantities = {name: declared.without(labelled.keys() - present) for name, (declared, _) in present.items()}
+        arrays = {name: array for name, (_, array) in present.items()}
+        return cls(title, **prose, quantities=quantities, arrays=arrays, **({"estimates": ()} | said))
+
+    @classmethod
+    def joined(cls, title: str, parts: Mapping[str, Measured], texts: str = "", **further: Iterable[str]) -> Self:
+        """Several results as one section of the page.
+
+        Args:
+            title, texts: As in `of`.
+            parts: Prefix -> result. Quantities of the part "write_" are called write_NAME, and their meanings start
+                with "write: "; a part "" keeps its names.
+            further: Warnings and notes after those of the parts.
+        """
+        every = parts.values()
+        texts_of: dict[str, Any] = {name: (*(text for part in every for text in getattr(part, name)), *further.get(name, ()))
+                    for name in ("warnings", "notes")}  # fmt: skip
+        named: dict[str, Any] = {name: {key: one for part in every for key, one in getattr(part, name).items()}
+                 for name in ("ticks", "unmeasured", "facts")}  # fmt: skip
+        return cls(
+            title,
+            **(read_texts(texts)[title] if texts else dict.fromkeys(PROSE, "")),
+            estimates=tuple(h for part in every for h in part.estimates),
+            quantities={at + name: q.prefixed(at) for at, part in parts.items() for name, q in part.quantities.items()},
+            arrays={at + name: array for at, part in parts.items() for name, array in part.arrays.items()},
+            **texts_of,
+            **named,
+        )
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """One of the arrays."""
+        return self.arrays[name]
 
     def lowered(self) -> Measured:
         """Itself, so that a probe may return a result that it lowered and retitled."""

@@ -26,7 +26,7 @@ from llmgeom.probe import (
     UserError,
 )
 from llmgeom.probes.shared.nulls import HARDEST_OF_THREE, Statistic, compare, null_band
-from llmgeom.result import SENTENCE, Curve, Figure, Result as Base, curve, quantity
+from llmgeom.result import SENTENCE, Figure, Measured, labelled, line
 from llmgeom.stats.information import bits
 
 LEAST_TOKENS = 3  # with fewer, a row without its first token cannot spread its attention
@@ -76,30 +76,7 @@ NEEDS = Needs(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result(Base):
-    """Entropy of the final query's attention by layer and head, how much it falls with depth, and the sink's share."""
-
-    TITLE = "Attention focus"
-
-    normalised: Curve = curve(
-        "layer",
-        "fraction of log2 T",
-        "attention entropy over log2 of tokens seen; dashed: without context",
-        null=HARDEST_OF_THREE,
-        beside="normalised_no_context",
-    )
-    normalised_no_context: np.ndarray | None = quantity(
-        "layer", "fraction of log2 T", "attention entropy over log2 of tokens seen, trained model without context"
-    )
-    entropy: np.ndarray = quantity("layer head", "bits", "attention entropy of the final query", Figure("heatmap"))
-    rest: Curve = curve(
-        "layer", "fraction of log2 (T-1)", "attention entropy without the first token", null=HARDEST_OF_THREE
-    )
-    first: np.ndarray = quantity("layer head", "fraction", "weight on the first token", Figure("heatmap"))
-
-
-def measure(view: ProbeInput) -> Result:
+def measure(view: ProbeInput) -> Measured:
     """Entropy maps, curves, focusing and the first token's weight with nulls.
 
     Raises UserError if too few prompts are long enough, or a layer sees a single token.
@@ -140,12 +117,23 @@ def measure(view: ProbeInput) -> Result:
     elif layers > 1:
         statistics = {name: partial(_narrowed, of) for name, of in FOCUSING.items()}
     statistics["weight on the first token"] = lambda c, rows: float(c["first"][-1, rows].mean())
-    return Result(
-        entropy=bits(_mean(view.capture, Site.ATTENTION_ENTROPY, long)),
-        normalised=Curve(main["all"].mean(1), null=band("all")),
-        normalised_no_context=None if cut is None else cut["all"].mean(1),
-        rest=Curve(main["rest"].mean(1), null=band("rest")),
-        first=_mean(view.capture, Site.ATTENTION_FIRST, long),
+    entropy, first = (_mean(view.capture, site, long) for site in (Site.ATTENTION_ENTROPY, Site.ATTENTION_FIRST))
+    unit, said = "fraction of log2 T", "attention entropy over log2 of tokens seen"
+    of_t, of_rest = ((HARDEST_OF_THREE, band(name)) for name in ("all", "rest"))
+    beside, without_first = "normalised_no_context", "attention entropy without the first token"
+    return Measured.of(
+        "Attention focus",
+        {
+            **line("normalised", main["all"].mean(1), "layer", unit, f"{said}; dashed: without context",
+                   beside=beside, null=of_t),
+            beside: labelled(None if cut is None else cut["all"].mean(1), "layer", unit,
+                             f"{said}, trained model without context"),
+            "entropy": labelled(bits(entropy), "layer head", "bits", "attention entropy of the final query",
+                                Figure("heatmap")),
+            **line("rest", main["rest"].mean(1), "layer", "fraction of log2 (T-1)", without_first, null=of_rest),
+            "first": labelled(first, "layer head", "fraction", "weight on the first token", Figure("heatmap")),
+        },
+        __name__,
         estimates=tuple(
             compare(CLAIMS[name], statistic, main, clusters, nulls, without=without)
             for name, statistic in statistics.items()
@@ -153,7 +141,7 @@ def measure(view: ProbeInput) -> Result:
         warnings=tuple(_warnings(view.observations, long, seen, layers)),
         unmeasured=unmeasured,
         facts={SENTENCE: shape(main["all"].mean(1), list(chosen))} if layers > 2 else {},
-    )
+    )  # fmt: skip
 
 
 def shape(curve: np.ndarray, layers: Sequence[int]) -> str:

@@ -28,7 +28,7 @@ from llmgeom.probe import (
     UserError,
 )
 from llmgeom.probes.shared.nulls import compare, mean_of
-from llmgeom.result import Curve, Estimate, Figure, Result as Base, curve, quantity
+from llmgeom.result import Estimate, Figure, Measured, labelled, line
 from llmgeom.stats.cosines import cosines, mean_abs_cosine, random_cosine, seen_through
 from llmgeom.stats.resampling import LEAST_CLUSTERS, Interval, jackknife
 
@@ -152,22 +152,11 @@ NEEDS = Needs(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result(Base):
-    """Mean |cosine| over distinct pairs: of columns of W_K by head, and of the keys of single tokens."""
+def measure(view: ProbeInput) -> Measured:
+    """Mean |cosine| over pairs of columns of W_K and of keys of single tokens, in every form, with its null.
 
-    TITLE = "Key orthogonality"
-
-    columns: np.ndarray = quantity("layer kv_head", "|cos|", "columns of W_K, mean over pairs", Figure("heatmap"))
-    columns_mean: Curve = curve(
-        "layer", "|cos|", "columns of W_K, mean over heads", null="columns of W_K, untrained copies"
-    )
-    columns_gaussian: float = quantity("", "|cos|", "isotropic Gaussian columns in d_model dimensions")
-    head_gaussian: float = quantity("", "|cos|", "isotropic Gaussian keys as wide as one head")
-
-
-def measure(view: ProbeInput) -> Result:
-    """Every form of key orthogonality with its null. Raises UserError if no untrained copy was read."""
+    Raises UserError if no untrained copy was read.
+    """
     model, untrained = view.observations, view.control_observations
     if not untrained:
         raise UserError("no untrained copy was read (a preview, or no controls), and it has no other control")
@@ -196,11 +185,21 @@ def measure(view: ProbeInput) -> Result:
         if h.low > h.null_high
     ]
     band = layer_band({UNTRAINED: np.array([control.columns.mean(1) for control in untrained])}, "lower")
-    return Result(
-        columns=model.columns,
-        columns_mean=Curve(model.columns.mean(1), null=band),
-        columns_gaussian=random_cosine(model.d_model),
-        head_gaussian=random_cosine(model.keys.shape[-1]),
+    unit, mean, drawn = "|cos|", "columns of W_K, mean over heads", ("columns of W_K, untrained copies", band)
+    of_keys = random_cosine(model.keys.shape[-1])
+    return Measured.of(
+        "Key orthogonality",
+        {
+            "columns": labelled(
+                model.columns, "layer kv_head", unit, "columns of W_K, mean over pairs", Figure("heatmap")
+            ),
+            **line("columns_mean", model.columns.mean(1), "layer", unit, mean, null=drawn),
+            "columns_gaussian": labelled(
+                random_cosine(model.d_model), "", unit, "isotropic Gaussian columns in d_model dimensions"
+            ),
+            "head_gaussian": labelled(of_keys, "", unit, "isotropic Gaussian keys as wide as one head"),
+        },
+        __name__,
         estimates=tuple(estimates),
         warnings=tuple(warnings),
         notes=(f"less orthogonal than chance, above the whole band of the null: {'; '.join(above)}",) if above else (),

@@ -13,7 +13,7 @@ from llmgeom.claims import Null, declared, estimate, planned
 from llmgeom.probe import UNTRAINED, WHOLE, Batch, Capture, Model, Needs, ProbeInput, Site, UserError, exact_answers
 from llmgeom.probes.shared.matrices import input_at_rows
 from llmgeom.probes.shared.nulls import null_band
-from llmgeom.result import Curve, Estimate, Result as Base, curve, quantity
+from llmgeom.result import Estimate, Labelled, Measured, labelled, line
 from llmgeom.stats.information import best_of_input, bits, kl
 from llmgeom.stats.rare_failures import RareFailures
 from llmgeom.stats.resampling import Transform, jackknife_of_means, mean_intervals
@@ -26,32 +26,6 @@ PROBE = "length_generalisation"
 LEAST_ALIKE = 5  # sequences with one input at a query, whose mean exact answer is known well enough
 NO_TASK = "length generalisation needs the whole sequences of a wind-tunnel task: use scan --task"
 RATIO, LATER = "first query past the horizon, over those within", "last queries past the horizon, over those within"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Curves(Base):
-    """Divergence query by query."""
-
-    kl: Curve = curve(
-        "query",
-        "bits",
-        "KL(exact || model), mean over sequences",
-        interval="sequences",
-        null="band of untrained copies",
-        beside="kl_trivial",
-    )
-    kl_trivial: np.ndarray = quantity("query", "bits", "the best trivial predictor")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result(Curves):
-    """Divergence from the exact answer by query, and its ratio between queries without and with a training loss."""
-
-    TITLE = "Length generalisation"
-
-    within: float = quantity("", "bits", "mean KL of the queries within the horizon")
-    first: float = quantity("", "bits", "mean KL of the first query past the horizon")
-    plateau: float = quantity("", "bits", "mean KL of the last half of the queries past the horizon")
 
 
 Statistic = Callable[[np.ndarray], np.ndarray]  # means over sequences [... column] -> numbers [...]
@@ -81,14 +55,13 @@ def numbered(queries: int) -> dict[str, tuple]:
     return {"query": tuple(range(1, queries + 1))}
 
 
-def curves(kl: np.ndarray, untrained: Sequence[np.ndarray], trivial: np.ndarray) -> dict[str, Any]:
-    """Fields of `Curves` from [sequence query] bits."""
-    return {
-        "kl": Curve(
-            kl.mean(0), mean_intervals(kl.T), null_band({UNTRAINED: [control.mean(0) for control in untrained]})
-        ),
-        "kl_trivial": trivial.mean(0),
-    }
+def curves(kl: np.ndarray, untrained: Sequence[np.ndarray], trivial: np.ndarray) -> dict[str, Labelled | None]:
+    """Divergence query by query, from [sequence query] bits."""
+    interval, band = mean_intervals(kl.T), null_band({UNTRAINED: [control.mean(0) for control in untrained]})
+    around: Any = {"interval": ("sequences", interval), "null": ("band of untrained copies", band)}
+    said, beside = "KL(exact || model), mean over sequences", "kl_trivial"
+    own = line("kl", kl.mean(0), "query", "bits", said, beside=beside, **around)
+    return {**own, beside: labelled(trivial.mean(0), "query", "bits", "the best trivial predictor")}
 
 
 def measure_past(
@@ -97,7 +70,7 @@ def measure_past(
     trivial: Float[np.ndarray, "sequence query"],
     trained: int,
     warnings: Sequence[str] = (),
-) -> Result:
+) -> Measured:
     """Divergence within and past the horizon.
 
     With D(q) the mean divergence over sequences at query q and h the horizon, the first ratio is D(h + 1) over the mean
@@ -135,11 +108,16 @@ def measure_past(
             _first_past(segments),
             measured(PROBE, LATER, lambda means: _over(means, 2), segments, controls, "log"),
         ]
-    return Result(
-        **curves(kl, untrained, trivial),
-        within=float(within),
-        first=float(first),
-        plateau=float(plateau),
+    of_last = "mean KL of the last half of the queries past the horizon"
+    return Measured.of(
+        "Length generalisation",
+        {
+            **curves(kl, untrained, trivial),
+            "within": labelled(within, "", "bits", "mean KL of the queries within the horizon"),
+            "first": labelled(first, "", "bits", "mean KL of the first query past the horizon"),
+            "plateau": labelled(plateau, "", "bits", of_last),
+        },
+        __name__,
         estimates=tuple(estimates),
         ticks=numbered(kl.shape[1]),
         notes=(f"the horizon is query {trained}", *notes),
@@ -210,7 +188,7 @@ NEEDS = Needs(
 )
 
 
-def measure(view: ProbeInput) -> Result:
+def measure(view: ProbeInput) -> Measured:
     """Raises UserError if every query was trained on, answers are real numbers, or an answer is infinitely wrong."""
     if WHOLE not in view.samples:
         raise UserError(NO_TASK)

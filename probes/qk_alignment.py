@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from llmgeom.claims import Null, declared
 from llmgeom.probe import UNTRAINED, WHOLE, Capture, Needs, ProbeInput, Site, Unavailable, UserError, exact_answers
 from llmgeom.probes.shared.nulls import compare, null_band, permutation_null
-from llmgeom.result import Curve, Estimate, Figure, Result as Base, curve, quantity
+from llmgeom.result import Estimate, Figure, Measured, labelled, line
 from llmgeom.stats.ridge_probe import folds
 
 PLACEBOS = 999
@@ -28,26 +27,10 @@ NEEDS = Needs(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result(Base):
-    """Attention on the positions that bear on the answer, by layer and head."""
-
-    TITLE = "Query-key alignment"
-
-    excess: np.ndarray = quantity(
-        "layer head", "fraction", "attention on bearing positions over even attention", Figure("heatmap")
-    )
-    content: np.ndarray = quantity(
-        "layer head", "fraction", "of this by content: minus the excess of average positions", Figure("heatmap")
-    )
-    mean_excess: Curve = curve("layer", "fraction", "the same, mean over heads", null="the same, untrained copies")
-    most: float = quantity("", "fraction", "if all attention went to bearing positions")
-
-
 Parts = tuple[np.ndarray, np.ndarray]  # [layer head sequence] excess over even attention, and its part by content
 
 
-def measure(view: ProbeInput) -> Result:
+def measure(view: ProbeInput) -> Measured:
     """Attention on bearing positions in the last layer, its change over layers, and the best head's by content.
 
     Raises Unavailable: it is not known which positions bear. UserError: no query tells them from others.
@@ -95,11 +78,21 @@ def measure(view: ProbeInput) -> Result:
     def by_layer(total: np.ndarray) -> np.ndarray:
         return total.sum(2).mean(1) / queries.sum()
 
-    return Result(
-        excess=model[0].sum(2) / queries.sum(),
-        content=model[1].sum(2) / queries.sum(),
-        mean_excess=Curve(by_layer(model[0]), null=null_band({UNTRAINED: [by_layer(x) for x, _ in controls]})),
-        most=float(np.where(even[-1] > 0, even[-1], 0).max(-1)[has].mean()),
+    excess, content = (part.sum(2) / queries.sum() for part in model)
+    mean, band = by_layer(model[0]), null_band({UNTRAINED: [by_layer(x) for x, _ in controls]})
+    most = np.where(even[-1] > 0, even[-1], 0).max(-1)[has].mean()
+    axes, unit, heatmap = "layer head", "fraction", Figure("heatmap")
+    by_content = "of this by content: minus the excess of average positions"
+    said, null = "the same, mean over heads", ("the same, untrained copies", band)
+    return Measured.of(
+        "Query-key alignment",
+        {
+            "excess": labelled(excess, axes, unit, "attention on bearing positions over even attention", heatmap),
+            "content": labelled(content, axes, unit, by_content, heatmap),
+            **line("mean_excess", mean, "layer", unit, said, null=null),
+            "most": labelled(most, "", unit, "if all attention went to bearing positions"),
+        },
+        __name__,
         estimates=tuple(_metrics(model, controls, exchanged, queries, half, clusters)),
         notes=(note,),
         unmeasured={} if len(model[0]) > 1 else {CHANGE + PLACES * alike: "the model has one layer"},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -15,8 +14,8 @@ from llmgeom.claims import Null, declared, estimate
 from llmgeom.probe import MATCHED, UNTRAINED, Capture, Needs, ProbeInput, Site, Unavailable, UserError
 from llmgeom.probes.shared.matrices import captured, final_tokens, last_layer, layer_matrices
 from llmgeom.probes.shared.nulls import null_band
-from llmgeom.probes.shared.representation_geometry import GeometryResult, measure_geometry, numbers_of, pca
-from llmgeom.result import Combined, Curve, Result as Base, curve
+from llmgeom.probes.shared.representation_geometry import measure_geometry, numbers_of, pca
+from llmgeom.result import Labelled, Measured, labelled, line
 from llmgeom.stats.manifold import intrinsic_dimension
 from llmgeom.stats.pca import share_intervals
 from llmgeom.stats.resampling import Interval
@@ -37,27 +36,6 @@ GAUSSIANS, GAUSSIANS_OF_CONTROLS = 199, 39
 FAR, SHOWN = 6.0, 5  # robust standard deviations; rows that a warning lists
 
 
-@dataclass(frozen=True)
-class Result(Combined):
-    """Geometry of attention's writes and of the values, and the gain of a domain over mixed prompts."""
-
-    TITLE = "Value manifold"
-
-
-@dataclass(frozen=True, kw_only=True)
-class DomainGain(Base):
-    """Difference of the share of variance on PC1 and PC2 between a domain and mixed prompts, by layer."""
-
-    TITLE = "Domain restriction"
-
-    pc12: Curve = curve(
-        "layer",
-        "fraction",
-        "gain in PC1+PC2 share over mixed prompts as diverse",
-        null="the gain of untrained copies",
-    )
-
-
 def unequal(clusters: Sequence[str]) -> list[str]:
     """The warning that permutations of whole clusters leave most prompts in place."""
     size = Counter(clusters)
@@ -71,7 +49,7 @@ def unequal(clusters: Sequence[str]) -> list[str]:
     ]
 
 
-def measure(view: ProbeInput) -> Result:
+def measure(view: ProbeInput) -> Measured:
     """Geometry of both sites at every layer with nulls, their metrics at the last layer, and the gain of a domain.
 
     Raises:
@@ -79,14 +57,14 @@ def measure(view: ProbeInput) -> Result:
             source has no such part.
     """
     geometry = cache(lambda: measure_geometry(view, Site.VALUE, CLAIMS))
-    parts: dict[str, GeometryResult | DomainGain] = {}
+    parts: dict[str, Measured] = {}
     reasons: dict[str, UserError] = {}
     notes: list[str] = []
     warnings = unequal(view.capture.batch.cluster)
     for prefix, name, part in (
         (WRITE, "attn_out", lambda: _write(view)),
-        ("", "values", lambda: _values(view, geometry()[0])),
-        (DOMAIN, "domain restriction", lambda: measure_gain(view, *geometry()[1:])),
+        ("", "values", lambda: _values(view, *geometry()[:2])),
+        (DOMAIN, "domain restriction", lambda: measure_gain(view, *geometry()[2:])),
     ):
         try:
             parts[prefix] = part()
@@ -96,23 +74,24 @@ def measure(view: ProbeInput) -> Result:
             missing.append(f"{name}: not measured, because {reason}")
     if not parts:
         raise reasons["values"]
-    return Result.of(parts, warnings, notes)
+    return Measured.joined("Value manifold", parts, __name__, warnings=warnings, notes=notes)
 
 
-def _write(view: ProbeInput) -> GeometryResult:
+def _write(view: ProbeInput) -> Measured:
     if not captured(view.capture, Site.ATTN_OUT):
         raise Unavailable("the module that writes attention to the residual stream is unknown in this model")
-    return GeometryResult(**measure_geometry(view, Site.ATTN_OUT, CLAIMS, CALLED)[0])
+    fields, said, *_ = measure_geometry(view, Site.ATTN_OUT, CLAIMS, CALLED)
+    return Measured.of("attn_out", fields, **said)
 
 
-def _values(view: ProbeInput, fields: Mapping[str, Any]) -> GeometryResult:
+def _values(view: ProbeInput, fields: Mapping[str, Labelled | None], said: Mapping[str, Any]) -> Measured:
     """The geometry of the values, with their intrinsic dimension and warnings about the points.
 
     Gaussian clouds of the same spectrum are an exact test of "a Gaussian", but a departure need not be learnt: tokens
     are discrete, and an untrained model's values cluster by them too. So untrained controls decide as well.
     """
     last = last_layer(view.capture, Site.VALUE)
-    more: dict[str, Any] = {}
+    more: dict[str, Labelled | None] = {}
     estimates, warnings = [], []
     try:
         found = intrinsic_dimension(last, view.clusters, GAUSSIANS, view.seed)
@@ -125,16 +104,22 @@ def _values(view: ProbeInput, fields: Mapping[str, Any]) -> GeometryResult:
         nulls = [Null.of(name, ratios, "lower", noisy=True) for name, ratios in drawn.items()]
         counts = {"n": found.points, "clusters": found.points}
         estimates.append(estimate(CLAIMS[DIMENSION], found.ratio, found.ratio_interval(), nulls, **counts))
-        more = {"dimension": np.float64(found.twonn), "dimension_gaussian": np.median(found.gaussian)}
+        of_clouds = labelled(
+            np.median(found.gaussian), "", "dimensions", "its median in Gaussian clouds with the same spectrum"
+        )
+        own = labelled(found.twonn, "", "dimensions", "intrinsic dimension, TwoNN, last layer")
+        more = {"dimension": own, "dimension_gaussian": of_clouds}
         if found.coinciding:
             warnings.append(
                 f"the dimension leaves out {found.coinciding} prompts whose values equal those of another prompt"
             )
     except UserError as reason:
         warnings.append(f"{DIMENSION}: not measured, because {reason}")
-    more["estimates"] = (*fields["estimates"], *estimates)
-    more["warnings"] = (*fields["warnings"], *warnings, *_far(view.capture, last))
-    return GeometryResult(**{**fields, **more})
+    added = {
+        "estimates": (*said["estimates"], *estimates),
+        "warnings": (*said["warnings"], *warnings, *_far(view.capture, last)),
+    }
+    return Measured.of("values", {**fields, **more}, **{**said, **added})
 
 
 def _far(capture: Capture, last: np.ndarray) -> list[str]:
@@ -154,7 +139,7 @@ def _far(capture: Capture, last: np.ndarray) -> list[str]:
 # ---- the gain of a domain over mixed prompts -------------------------------------------------------------------------
 
 
-def measure_gain(view: ProbeInput, domain: np.ndarray, untrained: np.ndarray) -> DomainGain:
+def measure_gain(view: ProbeInput, domain: np.ndarray, untrained: np.ndarray) -> Measured:
     """Gains at every layer with the controls' band; metrics at the last layer.
 
     Args:
@@ -192,7 +177,13 @@ def measure_gain(view: ProbeInput, domain: np.ndarray, untrained: np.ndarray) ->
     name, counts = str(view.capture.batch.source.get("name", "the domain")), sample.capture.batch.source["as_diverse"]
     read = "final tokens" if final else "tokens at the positions read"
     band = null_band({UNTRAINED: null}, claim.side)
-    return DomainGain(pc12=Curve(gains, null=band), estimates=(found,), notes=(_diversity(name, counts, read),))
+    said, null = "gain in PC1+PC2 share over mixed prompts as diverse", ("the gain of untrained copies", band)
+    return Measured.of(
+        "Domain restriction",
+        line("pc12", gains, "layer", "fraction", said, null=null),
+        estimates=(found,),
+        notes=(_diversity(name, counts, read),),
+    )
 
 
 def gain_interval(domain: tuple[float, Interval], mixed: tuple[float, Interval]) -> Interval:

@@ -81,7 +81,7 @@ def test_focusing_is_one_minus_the_ratio_of_the_mean_entropies():
     last = given.capture.tensors[Site.ATTENTION_ENTROPY, 2].double().mean() / np.log(12)
     found = heads(result)
     assert found["focusing"].value == pytest.approx(1 - float(last / first), abs=1e-6)
-    assert result.normalised.value[0] == pytest.approx(float(first), abs=1e-6)
+    assert result["normalised"][0] == pytest.approx(float(first), abs=1e-6)
     assert verdicts(result) == {
         "focusing": "yes",
         "focusing without the first token": "yes",
@@ -98,9 +98,9 @@ def test_a_sink_alone_narrows_attention_but_not_without_the_first_token():
 
 def test_uniform_attention_is_at_its_maximum_of_one():
     result = attention_focus.measure(view([0.0, 0.0, 3.0], 2))
-    np.testing.assert_allclose(result.normalised.value[:2], 1, atol=1e-6)
-    np.testing.assert_allclose(result.entropy[:2], np.log2(12), atol=1e-5)
-    np.testing.assert_allclose(result.rest.value[:2], 1, atol=1e-6)
+    np.testing.assert_allclose(result["normalised"][:2], 1, atol=1e-6)
+    np.testing.assert_allclose(result["entropy"][:2], np.log2(12), atol=1e-5)
+    np.testing.assert_allclose(result["rest"][:2], 1, atol=1e-6)
 
 
 def test_what_untrained_models_or_scrambled_text_do_as_well_is_not_above_the_null():
@@ -135,16 +135,16 @@ def test_even_attention_over_a_window_is_at_its_maximum_too():
     null = of_rows(rows, positions)
     given = ProbeInput(null, np.zeros(N), (null,) * 20, (null,) * 20, observations=Reach((16, 4, 16), (1.0, 1.0, 1.0)))
     result = attention_focus.measure(given)
-    np.testing.assert_allclose(result.normalised.value, 1, atol=1e-6)
-    np.testing.assert_allclose(result.rest.value, 1, atol=1e-6)
-    assert result.entropy[1] == pytest.approx(np.mean(np.log2(np.minimum(positions + 1, 4))), abs=1e-6)
+    np.testing.assert_allclose(result["normalised"], 1, atol=1e-6)
+    np.testing.assert_allclose(result["rest"], 1, atol=1e-6)
+    assert result["entropy"][1] == pytest.approx(np.mean(np.log2(np.minimum(positions + 1, 4))), abs=1e-6)
     assert result.warnings == (
         "the final query sees at most 4 tokens in layers 1: entropy there is over log2 of that; "
         "its bits still fall with the window",
     )
     # Told of no window, the same rows look focused in the middle.
     blind = attention_focus.measure(replace(given, observations=None))
-    assert blind.normalised.value[1] < 0.8 and blind.warnings == ()
+    assert blind["normalised"][1] < 0.8 and blind.warnings == ()
 
 
 def test_a_window_of_one_token_is_refused():

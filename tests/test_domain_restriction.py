@@ -14,7 +14,8 @@ from llmgeom.model.capture import Capture, Site
 from llmgeom.probe import MATCHED, ProbeInput
 from llmgeom.probes.shared.matrices import layer_matrices
 from llmgeom.probes.shared.representation_geometry import numbers_of, pca
-from llmgeom.probes.value_manifold import DomainGain, gain_interval, measure_gain
+from llmgeom.probes.value_manifold import gain_interval, measure_gain
+from llmgeom.result import Measured
 from llmgeom.stats.pca import share_intervals, shares
 from llmgeom.stats.resampling import Interval
 from tests.refusals import refused
@@ -54,7 +55,7 @@ def view(own: float, matched: float, untrained=(0.3, 0.3), seed=0, source: dict 
     return ProbeInput(main.capture, main.entropy, main.untrained, samples=samples, seed=seed)
 
 
-def measure(given: ProbeInput) -> DomainGain:
+def measure(given: ProbeInput) -> Measured:
     def numbers(of: Capture) -> np.ndarray:
         return numbers_of([*map(pca, layer_matrices(of, Site.VALUE))])
 
@@ -76,20 +77,20 @@ def test_gains_are_differences_of_scikit_learn_s_shares():
 
     for layer in range(LAYERS):
         own, matched = (numbers(c, layer) for c in (given.capture, given.samples[MATCHED].capture))
-        assert result.pc12.value[layer] == pytest.approx(own - matched)
+        assert result["pc12"][layer] == pytest.approx(own - matched)
     heads = found(result)
     control = [
         numbers(a, 1) - numbers(b, 1) for a, b in zip(given.untrained, given.samples[MATCHED].untrained, strict=True)
     ]
     assert (heads[CLAIM].null_low, heads[CLAIM].null_high) == pytest.approx((min(control), max(control)))
-    np.testing.assert_allclose(result.pc12.null[1], (min(control), max(control)))
+    np.testing.assert_allclose(result["pc12_null"][1], (min(control), max(control)))
 
 
 def test_a_domain_planted_flatter_gains_at_that_layer_only():
     result = measure(view(2.0, 0.3))
     heads = found(result)
     assert beyond(heads[CLAIM]) == "yes"
-    assert abs(result.pc12.value[0]) < 0.05 < 0.2 < result.pc12.value[1]
+    assert abs(result["pc12"][0]) < 0.05 < 0.2 < result["pc12"][1]
     assert heads[CLAIM].claim
 
 

@@ -14,7 +14,7 @@ from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.model import Model
 from llmgeom.probes import key_orthogonality as probe
 from llmgeom.probes.key_orthogonality import BY_HEAD, COLUMNS, SEEN, Reading
-from llmgeom.result import Result
+from llmgeom.result import Measured
 from llmgeom.stats.cosines import mean_abs_cosine, random_cosine
 from tests.families import FAMILIES, ragged
 from tests.observed import observe
@@ -190,14 +190,14 @@ def view(seed=0, planted=False, twin_planted=False, **more) -> SimpleNamespace:
     return SimpleNamespace(observations=reading(rng, planted, **more), control_observations=controls)
 
 
-def heads(result: Result) -> dict:
+def heads(result: Measured) -> dict:
     return {h.name: h for h in result.estimates}
 
 
 def test_planted_orthogonal_heads_are_found_where_they_are():
     result = probe.measure(view(planted=True))
-    np.testing.assert_allclose(result.columns[:, 1], 0, atol=1e-12)
-    assert (result.columns[:, [0, 2]] > 0.5 * random_cosine(D_MODEL)).all()
+    np.testing.assert_allclose(result["columns"][:, 1], 0, atol=1e-12)
+    assert (result["columns"][:, [0, 2]] > 0.5 * random_cosine(D_MODEL)).all()
     found = heads(result)
     assert found[COLUMNS].value < found[COLUMNS].null_low and found[COLUMNS].p < 0.1  # three layers
     assert beyond(found[BY_HEAD]) == "yes"
@@ -205,9 +205,9 @@ def test_planted_orthogonal_heads_are_found_where_they_are():
 
 def test_gaussian_models_lie_on_their_references_and_are_not_called_orthogonal():
     result = probe.measure(view(seed=1))
-    assert result.columns_mean.value.mean() == pytest.approx(result.columns_gaussian, rel=0.1)
+    assert result["columns_mean"].mean() == pytest.approx(result["columns_gaussian"], rel=0.1)
     found = heads(result)
-    assert found[BY_HEAD].value == pytest.approx(result.head_gaussian, rel=0.05)
+    assert found[BY_HEAD].value == pytest.approx(result["head_gaussian"], rel=0.05)
     for seed in range(1, 4):
         assert "yes" not in {beyond(h) for h in probe.measure(view(seed=seed)).estimates}
 

@@ -70,12 +70,12 @@ def by_hand(mixed, seed: int = 0, n: int = N) -> np.ndarray:
 def test_exact_up_to_the_horizon_and_even_after_has_no_ratio():
     mixed = [0.0] * H + [1.0] * 3
     result = length_generalisation.measure(view(mixed))
-    np.testing.assert_allclose(result.kl.value, by_hand(mixed).mean(0), atol=1e-6)
+    np.testing.assert_allclose(result["kl"], by_hand(mixed).mean(0), atol=1e-6)
     assert [h.name for h in result.estimates] == [PAST]
     assert result.notes == ("the horizon is query 5", "no ratio: within the horizon the answers are exact")
-    assert result.within < 1e-6 and result.first == pytest.approx(by_hand(mixed)[:, H].mean(), rel=1e-5)
+    assert result["within"] < 1e-6 and result["first"] == pytest.approx(by_hand(mixed)[:, H].mean(), rel=1e-5)
     # An even answer is what is left to infer: the trivial predictor is not much better.
-    assert result.kl_trivial[H:].mean() > 0.9 * result.first
+    assert result["kl_trivial"][H:].mean() > 0.9 * result["first"]
     assert result.ticks["query"] == tuple(range(1, 9))
 
 
@@ -88,8 +88,8 @@ def test_a_cliff_fails_with_the_ratio_of_the_means():
     )
     assert judged[LATER].value == pytest.approx(kl[:, H + 1 :].mean() / within, rel=1e-4)
     assert judged[PAST].value == pytest.approx(kl[:, H:].mean(), rel=1e-5)
-    assert (result.within, result.first) == pytest.approx((within, kl[:, H].mean()), rel=1e-4)
-    assert result.plateau == pytest.approx(kl[:, H + 1 :].mean(), rel=1e-5)
+    assert (result["within"], result["first"]) == pytest.approx((within, kl[:, H].mean()), rel=1e-4)
+    assert result["plateau"] == pytest.approx(kl[:, H + 1 :].mean(), rel=1e-5)
     # The jackknife, over sequences and on the log scale, by its formula.
     left = [np.delete(kl, i, axis=0) for i in range(N)]
     without = np.log([each[:, H].mean() / each[:, :H].mean() for each in left])
@@ -141,7 +141,7 @@ def test_outcomes_that_were_ruled_out_count_against_a_model_and_leaked_probabili
     given = view([0.0] * ASKED)
     sample = replace(given.samples[WHOLE], capture=capture(batch, wide))
     np.testing.assert_allclose(
-        length_generalisation.measure(replace(given, samples={WHOLE: sample})).kl.value, 1, atol=1e-6
+        length_generalisation.measure(replace(given, samples={WHOLE: sample}))["kl"], 1, atol=1e-6
     )
     never = said.clone()
     never[3, 2] = -math.inf
@@ -163,7 +163,7 @@ def local(batch) -> np.ndarray:
 def test_the_trivial_predictor_is_the_mean_exact_answer_at_each_query_and_input():
     batch, _ = answers([0.0] * ASKED)
     expected = entropy(batch.posterior.predictive.exp().numpy(), local(batch), base=2, axis=-1).mean(0)
-    np.testing.assert_allclose(length_generalisation.measure(view([0.1] * ASKED)).kl_trivial, expected, rtol=1e-6)
+    np.testing.assert_allclose(length_generalisation.measure(view([0.1] * ASKED))["kl_trivial"], expected, rtol=1e-6)
 
 
 def test_a_look_up_of_the_last_observation_is_no_algorithm_that_was_continued():
@@ -176,7 +176,7 @@ def test_a_look_up_of_the_last_observation_is_no_algorithm_that_was_continued():
     noise = tuple(capture(batch, torch.randn(p.shape).log_softmax(-1)) for _ in range(5))
     sample = ProbeInput(capture(batch, by_last[last].log()), np.zeros(p.shape[:2].numel()), noise)
     result = length_generalisation.measure(replace(given, samples={WHOLE: sample}))
-    assert result.within < 0.25 * entropy(p.numpy(), p.numpy().mean(0, keepdims=True), base=2, axis=-1).mean()
+    assert result["within"] < 0.25 * entropy(p.numpy(), p.numpy().mean(0, keepdims=True), base=2, axis=-1).mean()
     assert [h.name for h in result.estimates] == [PAST] and "too little was learnt" in result.warnings[0]
 
 

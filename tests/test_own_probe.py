@@ -31,24 +31,15 @@ def length(data):
     return lengths[-1], line(y=lengths)
 '''
 WITHOUT_PROSE = """
-from dataclasses import dataclass
-
-import numpy as np
-
 from llmgeom.probe import Needs
-from llmgeom.result import Figure, Result as Base, quantity
+from llmgeom.result import Measured, line
 
 NEEDS = Needs(frozenset({"residual"}))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result(Base):
-    TITLE = "Lengths"
-    lengths: np.ndarray = quantity("layer", "activation", "mean length", Figure("curve"))
-
-
 def measure(data):
-    return Result(lengths=data.capture["residual"].norm(dim=-1).mean(1).numpy(), estimates=())
+    lengths = data.capture["residual"].norm(dim=-1).mean(1)
+    return Measured.of("Lengths", line("lengths", lengths, "layer", "activation", "mean length"))
 """
 FLAGS = ("--model", "pocket:pythia", "--domain", "math", "--n", "15", "--limit", "60", "--control-models", "2")
 

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from dataclasses import is_dataclass
 from pathlib import Path
 
 from click.testing import CliRunner
@@ -12,20 +11,14 @@ from llmgeom import probes
 from llmgeom.cli import main
 from llmgeom.errors import UserError
 from llmgeom.probes import known, names
-from llmgeom.result import Result
 from tests.refusals import refused
 
 PROBES = Path(__file__).parent.parent / "probes"
 
 
-def test_every_probe_has_needs_a_result_and_texts():
-    for name, module in known().items():
+def test_every_probe_has_needs_and_measures():
+    for module in known().values():
         assert (module.NEEDS.sites or module.NEEDS.observers) and callable(module.measure)
-        for text in (module.Result.TITLE, *module.Result.prose().values()):
-            assert len(text) > 5, (name, text)
-        classes = [value for value in vars(module).values() if isinstance(value, type) and is_dataclass(value)]
-        results = [value for value in classes if issubclass(value, Result)]
-        assert any(quantity.figure for result in results for quantity in result.quantities().values())
 
 
 def test_every_probe_has_a_test_file_of_its_own():
@@ -41,14 +34,11 @@ def test_an_unknown_probe_gets_a_suggestion():
 
 NEW = '''"""How long are the values?"""
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from llmgeom.model.capture import Site
 from llmgeom.probe import Needs
-from llmgeom.result import Figure, quantity
-from llmgeom.result import Result as Base
+from llmgeom.result import Measured, labelled, line
 
 
 def examine(subject, captures):
@@ -58,21 +48,11 @@ def examine(subject, captures):
 NEEDS = Needs(sites=frozenset({Site.VALUE}), controls={'untrained'}, examine=examine)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result(Base):
-    """Lengths."""
-
-    TITLE = "Lengths of values"
-
-    length: np.ndarray = quantity("layer", "units", "mean length", Figure("curve"))
-    parameters: float = quantity("", "parameters", "of the model")
-    estimates: tuple = ()
-    warnings: tuple = ()
-
-
 def measure(view):
     lengths = [float(x.double().flatten(1).norm(dim=1).mean()) for x in view.capture.layers(Site.VALUE)]
-    return Result(length=np.array(lengths), parameters=float(view.observations["parameters"]))
+    parameters = labelled(view.observations["parameters"], "", "parameters", "of the model")
+    arrays = {**line("length", lengths, "layer", "units", "mean length"), "parameters": parameters}
+    return Measured.of("Lengths of values", arrays, __name__)
 '''
 SECTIONS = ("Meaning", "Computed", "Null", "Failure modes")
 PROSE = "# Lengths of values\n\n" + "\n".join(f"## {name}\n\nProse of {name}.\n" for name in SECTIONS)

@@ -80,7 +80,7 @@ def test_even_attention_has_no_excess_whatever_the_first_position_and_the_query_
     for i, q in enumerate(RECALL.query):
         sink[:, i, :, q] += 0.3
     result = measured(RECALL, batch, [even(RECALL, 40), sink])
-    np.testing.assert_allclose(result.excess, 0, atol=1e-6)
+    np.testing.assert_allclose(result["excess"], 0, atol=1e-6)
     found = heads(result)
     for name in (LAST, CHANGE):
         assert found[name].value == pytest.approx(0, abs=1e-6) and beyond(found[name]) == "no"
@@ -106,15 +106,15 @@ def test_attention_on_the_matching_pair_is_found_in_value_head_and_verdict():
     result = measured(RECALL, batch, [blank, sharp])
     for layer, rows in enumerate((blank, sharp)):
         for head in (0, 1):
-            assert result.excess[layer, head] == pytest.approx(by_hand(batch, rows, head), abs=1e-6)
-    assert result.content[1, 1] > 0.5 and abs(result.content[:, 0]).max() < 0.05
+            assert result["excess"][layer, head] == pytest.approx(by_hand(batch, rows, head), abs=1e-6)
+    assert result["content"][1, 1] > 0.5 and abs(result["content"][:, 0]).max() < 0.05
     found = heads(result)
-    assert found[BEST].value == pytest.approx(result.content[1, 1], abs=1e-9)
-    assert found[LAST].value == pytest.approx(result.excess[1].mean(), abs=1e-9)
-    assert found[CHANGE].value == pytest.approx(result.excess[1].mean() - result.excess[0].mean(), abs=1e-9)
+    assert found[BEST].value == pytest.approx(result["content"][1, 1], abs=1e-9)
+    assert found[LAST].value == pytest.approx(result["excess"][1].mean(), abs=1e-9)
+    assert found[CHANGE].value == pytest.approx(result["excess"][1].mean() - result["excess"][0].mean(), abs=1e-9)
     assert {beyond(found[name]) for name in (LAST, CHANGE, BEST)} == {"yes"}
     assert result.notes[-1].endswith("on the other: L1H1, L1H1")
-    assert result.excess[1, 1] < result.most < 1
+    assert result["excess"][1, 1] < result["most"] < 1
     # Turned round, the last layer has lost what the first had.
     turned = heads(measured(RECALL, batch, [sharp, blank]))
     assert turned[CHANGE].value == pytest.approx(-found[CHANGE].value) and beyond(turned[CHANGE]) == "no"
@@ -134,7 +134,7 @@ def test_attention_on_what_bears_in_another_sequence_is_above_untrained_models_a
     assert beyond(found[LAST]) != "yes" and beyond(found[BEST]) != "yes"
     # Exchanges hold the sampling noise themselves: the interval has their centre to clear, not their end.
     assert found[LAST].null_low < found[LAST].centre < found[LAST].null_high
-    assert abs(result.content).max() < 0.05
+    assert abs(result["content"]).max() < 0.05
     turned = replace(batch, posterior=batch.posterior.take(np.arange(79, -1, -1)))
     exchanged = measured(task, batch, [on_bearing(turned)])
     assert beyond(heads(exchanged)[BEST]) != "yes" and abs(heads(exchanged)[BEST].value) < 0.1
@@ -149,7 +149,7 @@ def test_where_the_same_places_bear_everywhere_the_headline_says_so():
     assert beyond(found[LAST + PLACES]) == "yes" and found[LAST + PLACES].null == "untrained (20 draws)"
     assert found[CHANGE + PLACES].claim and not found[LAST + PLACES].claim
     assert "the same positions bear in every sequence" in result.notes[-1]
-    np.testing.assert_allclose(result.content, 0, atol=1e-9)
+    np.testing.assert_allclose(result["content"], 0, atol=1e-9)
 
 
 def test_a_window_s_even_attention_has_no_excess_either():
@@ -157,9 +157,9 @@ def test_a_window_s_even_attention_has_no_excess_either():
     batch, rows = task.sample(30, 4), even(task, 30, window=4)
     untrained = [[even(task, 30), rows]] * 20
     result = measured(task, batch, [even(task, 30), rows], untrained=untrained)
-    np.testing.assert_allclose(result.excess, 0, atol=1e-6)
+    np.testing.assert_allclose(result["excess"], 0, atol=1e-6)
     rows = noisy(task, 30, np.random.default_rng(0)) * (rows > 0)
-    assert measured(task, batch, [rows], untrained=[[rows]] * 20).excess[0, 1] == pytest.approx(
+    assert measured(task, batch, [rows], untrained=[[rows]] * 20)["excess"][0, 1] == pytest.approx(
         by_hand(batch, rows, 1, back=3), abs=1e-6
     )
 

@@ -85,36 +85,36 @@ def with_last(of: Capture, x: np.ndarray, layer: int = LAYERS - 1) -> Capture:
 
 
 def test_shares_rho_and_r2_are_those_of_scikit_learn_and_scipy():
-    shown, result = view(1.5, 1), measured(1.5, 1).parts[""]
+    shown, result = view(1.5, 1), measured(1.5, 1)
     for layer in range(LAYERS):
         z = StandardScaler().fit_transform(last(shown.capture, layer))
         pca = PCA().fit(z)
         ratio = pca.explained_variance_ratio_
-        assert result.pc1.value[layer] == pytest.approx(ratio[0])
-        assert result.pc12.value[layer] == pytest.approx(ratio[:2].sum())
-        assert result.participation.value[layer] == pytest.approx(1 / (ratio**2).sum())
-        assert result.rho.value[layer] == pytest.approx(abs(spearmanr(pca.transform(z)[:, 0], shown.entropy)[0]))
+        assert result["pc1"][layer] == pytest.approx(ratio[0])
+        assert result["pc12"][layer] == pytest.approx(ratio[:2].sum())
+        assert result["participation"][layer] == pytest.approx(1 / (ratio**2).sum())
+        assert result["rho"][layer] == pytest.approx(abs(spearmanr(pca.transform(z)[:, 0], shown.entropy)[0]))
         # R2 is a mean over divisions into folds: of all at the last layer, which is judged.
         every, at_last = repeated_folds(shown.clusters, shown.seed), layer == LAYERS - 1
         own, of_controls = (every, every[:OF_DRAW]) if at_last else (every[:OF_CURVE], every[:1])
-        assert result.r2.value[layer] == pytest.approx(decodability(z, shown.entropy, own), abs=1e-6)
+        assert result["r2"][layer] == pytest.approx(decodability(z, shown.entropy, own), abs=1e-6)
         untrained = [decodability(last(control, layer), shown.entropy, of_controls) for control in shown.untrained]
-        assert result.r2.null[layer] == pytest.approx((min(untrained), max(untrained)))
+        assert result["r2_null"][layer] == pytest.approx((min(untrained), max(untrained)))
     # The plane that the page shows next to the model's own is the first untrained copy's, up to signs.
     twin = PCA(2).fit_transform(StandardScaler().fit_transform(last(shown.untrained[0])))
     for column in (0, 1):
-        both = np.stack([result.control_scores[:, column], twin[:, column]])
+        both = np.stack([result["control_scores"][:, column], twin[:, column]])
         assert min(np.abs(both[0] - both[1]).max(), np.abs(both[0] + both[1]).max()) < 1e-6 * np.abs(both).max()
 
 
 def test_a_planted_entropy_axis_is_found_at_the_last_layer_and_nowhere_else():
-    result, found = measured(1.5, 1).parts[""], verdicts(measured(1.5, 1))
+    result, found = measured(1.5, 1), verdicts(measured(1.5, 1))
     assert found["PC1 share"] == "yes"
     assert found["participation ratio"] == "yes"
     assert found[RHO] == found[R2] == "yes"
-    assert result.pc1.value[-1] > result.pc1.null[-1, 1]
-    assert result.pc1.value[0] < result.pc1.null[0, 1] * 1.3
-    assert result.r2.value[-1] > 0.8 > 0.1 > result.r2.value[0]
+    assert result["pc1"][-1] > result["pc1_null"][-1, 1]
+    assert result["pc1"][0] < result["pc1_null"][0, 1] * 1.3
+    assert result["r2"][-1] > 0.8 > 0.1 > result["r2"][0]
 
 
 def test_an_axis_of_little_variance_is_decoded_though_the_first_component_misses_it():
@@ -150,10 +150,10 @@ def test_a_curve_is_below_its_gaussian_unless_twins_are_curved_too():
         return waves @ loading + 0.01 * rng.standard_normal((N, KV * WIDTH))
 
     bent = replace(shown, capture=with_last(shown.capture, curved(0)))
-    result = value_manifold.measure(bent).parts[""]
+    result = value_manifold.measure(bent)
     assert verdicts(result)[DIMENSION] == "yes"
     estimate = next(h for h in result.estimates if h.name == DIMENSION)
-    assert estimate.value == pytest.approx(float(result.dimension / result.dimension_gaussian))
+    assert estimate.value == pytest.approx(float(result["dimension"] / result["dimension_gaussian"]))
     assert estimate.n == estimate.clusters == N // 2
     untrained = tuple(with_last(control, curved(1 + i)) for i, control in enumerate(shown.untrained))
     assert verdicts(value_manifold.measure(replace(bent, untrained=untrained)))[DIMENSION] != "yes"
@@ -237,10 +237,10 @@ def test_a_layer_that_is_the_same_for_every_prompt_is_drawn_as_0_and_said():
         return with_last(of, np.ones((N, KV * WIDTH)), 0)
 
     parts = {name: tuple(map(flat, getattr(shown, name))) for name in ("untrained", "shuffled")}
-    result = value_manifold.measure(replace(shown, capture=flat(shown.capture), **parts)).parts[""]
-    assert (result.pc1.value[0], result.participation.value[0], result.rho.value[0]) == (0, 0, 0)
+    result = value_manifold.measure(replace(shown, capture=flat(shown.capture), **parts))
+    assert (result["pc1"][0], result["participation"][0], result["rho"][0]) == (0, 0, 0)
     assert result.warnings == ("layer 0: the value vectors are the same for every prompt; drawn as 0",)
-    assert result.pc1.value[-1] == pytest.approx(measured(1.5, 1).parts[""].pc1.value[-1])
+    assert result["pc1"][-1] == pytest.approx(measured(1.5, 1)["pc1"][-1])
     same = with_last(shown.capture, np.ones((N, KV * WIDTH)))
     with refused(UserError, "last layer", 80):
         value_manifold.measure(replace(shown, capture=same))
@@ -266,8 +266,8 @@ def test_too_few_points_leave_the_dimension_out_and_say_so():
     shown = view(0.0, 9)
     copies = np.arange(N) % 14 // 2 * 2  # 7 places for 40 units
     x = last(shown.capture)[copies]
-    result = value_manifold.measure(replace(shown, capture=with_last(shown.capture, x))).parts[""]
-    assert DIMENSION not in verdicts(result) and result.dimension is None
+    result = value_manifold.measure(replace(shown, capture=with_last(shown.capture, x)))
+    assert DIMENSION not in verdicts(result) and "dimension" not in result.arrays
     assert f"{DIMENSION}: not measured, because an intrinsic dimension needs 10 distinct points, and has 7" in (
         result.warnings
     )

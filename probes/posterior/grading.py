@@ -16,7 +16,7 @@ from llmgeom.answers import corrupt_targets
 from llmgeom.probe import UNTRAINED, Capture, Needs, Observer, ProbeInput
 from llmgeom.probes.posterior.answers import observed_answers
 from llmgeom.probes.posterior.scores import Evaluation, PosteriorScores, Scores
-from llmgeom.result import Result
+from llmgeom.result import Measured
 from llmgeom.world import Categorical, World, hashed, seeded
 
 AT_ONCE = 10_000  # sequences drawn together
@@ -136,7 +136,7 @@ class Grades:
         return {f"table of {self.table.sequences:,} seen": self.evaluation.scores(answers)}
 
 
-Ask = Callable[[Grades], Result]
+Ask = Callable[[Grades], Measured]
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class GradeProbe:
     def _answers(self, captures: Mapping[str, Capture], _: Any) -> dict[str, Tensor]:
         return {name: observed_answers(captures[name]) for name in (MAIN, *[SEEN] * self.seen)}
 
-    def measure(self, data: ProbeInput) -> Result:
+    def measure(self, data: ProbeInput) -> Measured:
         """Raises UserError if the question has no answer on this task or for this model."""
         read = data.observations, data.control_observations
         return self.ask(Grades(self.evaluation, *read, self.drawn, self.corrupt, self.states_held_out))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -13,8 +13,6 @@ from llmgeom.claims import Null, declared, estimate, planned
 from llmgeom.errors import UserError
 from llmgeom.probes.length_generalisation import (
     FAILURES,
-    Curves,
-    Result as LengthGeneralisation,
     curves,
     mean,
     measure_past,
@@ -23,7 +21,7 @@ from llmgeom.probes.length_generalisation import (
 )
 from llmgeom.probes.posterior.grading import MAIN, SEEN, Grades, StateTable
 from llmgeom.probes.posterior.scores import LAST, CategoricalScores, GaussianScores, PosteriorScores, mae_abs, mae_mean
-from llmgeom.result import Curve, Estimate, Figure, Result, curve, quantity
+from llmgeom.result import Estimate, Measured, labelled, line
 from llmgeom.stats.rare_failures import Cut
 from llmgeom.stats.resampling import jackknife_of_means, mean_intervals
 from llmgeom.stats.weighing import LEAST_BITS, Weighing
@@ -37,99 +35,10 @@ WEIGHT, RESOLUTION = "weight of evidence", "resolution"
 SKILL = 0.5
 
 
-# ---- results --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Distance(Curves):
-    """The model's and the exact answers at the queries within the horizon."""
-
-    TITLE = "Distance to the posterior"
-
-    entropy: np.ndarray = quantity(
-        "query", "bits", "entropy of the model's answer, mean over sequences", Figure("curve", beside="entropy_exact")
-    )
-    entropy_exact: np.ndarray = quantity("query", "bits", "exact entropy")
-    error: np.ndarray = quantity("query", "bits", "mean |H model - H exact|")
-    tv: Curve = curve("query", "probability", "total variation, mean over sequences", interval="sequences")
-    predictor: Curve = curve("predictor", "bits", "KL(exact || predictor)", interval="sequences")
-    predictor_mae_abs: np.ndarray = quantity("predictor", "bits", "mae_abs of each predictor")
-    predictor_mae_mean: np.ndarray = quantity("predictor", "bits", "mae_mean of each predictor")
-
-
-@dataclass(frozen=True, kw_only=True)
-class MixtureDistance(Distance):
-    """Distance to the mixture that is the exact answer when training redraws some targets."""
-
-    TITLE = "Distance to the mixture of the training targets"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Calibration(Result):
-    """Frequencies of outcomes compared with the model's probabilities."""
-
-    TITLE = "Calibration"
-
-    predicted: np.ndarray = quantity("predicted", "probability", "predicted probability of outcomes")
-    exact: np.ndarray = quantity(
-        "predicted", "probability", "exact probability of them", Figure("curve", beside="predicted")
-    )
-    drawn: np.ndarray = quantity(
-        "predicted", "fraction", "how often they were drawn", Figure("curve", beside="predicted")
-    )
-    count: np.ndarray = quantity("predicted", "outcomes", "how many, over queries and sequences")
-    accuracy: np.ndarray = quantity(
-        "query",
-        "fraction",
-        "accuracy: the likeliest outcome is the one drawn",
-        Figure("curve", beside="accuracy_exact"),
-    )
-    accuracy_exact: np.ndarray = quantity("query", "fraction", "accuracy of the exact answer")
-    leaked: np.ndarray = quantity("query", "probability", "probability of tokens that are no outcome", Figure("curve"))
-    ceiling: float = quantity("", "fraction", "accuracy of the exact answer's likeliest outcome, all queries")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Residuals(Result):
-    """Distance of drawn numbers from the predicted means, in predicted standard deviations."""
-
-    TITLE = "Calibration of predicted numbers"
-
-    rms: np.ndarray = quantity(
-        "query", "standard deviations", "rms of standardised residuals", Figure("curve", beside="rms_exact")
-    )
-    rms_exact: np.ndarray = quantity("query", "standard deviations", "the exact answer's own")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Memory(Result):
-    """Divergence on hypotheses that training may have shown, and on hypotheses that it never showed."""
-
-    TITLE = "Seen and held-out hypotheses"
-
-    held_out: Curve = curve(
-        "query", "bits", "KL on held-out hypotheses, mean over sequences", interval="sequences", beside="seen"
-    )
-    seen: np.ndarray = quantity("query", "bits", "KL on seen hypotheses")
-
-
-@dataclass(frozen=True, kw_only=True)
-class StateMemory(Result):
-    """Divergence in states of the evidence with a training loss, and in states without one."""
-
-    TITLE = "Seen and held-out states"
-
-    held_out: np.ndarray = quantity(
-        "query", "bits", "KL in held-out states, mean over sequences", Figure("curve", beside="seen")
-    )
-    seen: np.ndarray = quantity("query", "bits", "KL in seen states")
-    share: np.ndarray = quantity("query", "fraction", "share of sequences in a held-out state")
-
-
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
 
-def distance(probe: str, notes: Sequence[str], grades: Grades) -> Distance:
+def distance(probe: str, notes: Sequence[str], grades: Grades) -> Measured:
     """Distance within the horizon to the posterior or (probe MIXTURE) to the mixture of corrupted targets.
 
     Rivals are listed with the trivial predictors, but skill is never relative to a rival. Raises UserError: every
@@ -158,18 +67,25 @@ def distance(probe: str, notes: Sequence[str], grades: Grades) -> Distance:
     else:
         skilled.append(skill(probe, name, model.kl.mean(1), trivial[best].kl.mean(1)))
     taken_apart, without = weighed(probe, suffix, grades)
-    return (MixtureDistance if probe == MIXTURE else Distance)(
-        **curves(model.kl, [control.kl for control in controls], trivial[best].kl),
-        entropy=model.entropy.mean(0),
-        entropy_exact=model.exact.mean(0),
-        error=np.abs(model.gap).mean(0),
-        tv=Curve(tv.mean(0), interval=mean_intervals(tv.T)),
-        predictor=Curve(
-            np.array([x.kl.mean() for x in predictors.values()]),
-            interval=mean_intervals([x.kl.mean(1) for x in predictors.values()]),
-        ),
-        predictor_mae_abs=np.array([mae_abs(x.gap) for x in predictors.values()]),
-        predictor_mae_mean=np.array([mae_mean(x.gap) for x in predictors.values()]),
+    every, unit = predictors.values(), "bits"
+    means, spans = [x.kl.mean() for x in every], mean_intervals([x.kl.mean(1) for x in every])
+    of_entropy = "entropy of the model's answer, mean over sequences"
+    return Measured.of(
+        "Distance to the mixture of the training targets" if probe == MIXTURE else "Distance to the posterior",
+        {
+            **curves(model.kl, [control.kl for control in controls], trivial[best].kl),
+            **line("entropy", model.entropy.mean(0), "query", unit, of_entropy, beside="entropy_exact"),
+            "entropy_exact": labelled(model.exact.mean(0), "query", unit, "exact entropy"),
+            "error": labelled(np.abs(model.gap).mean(0), "query", unit, "mean |H model - H exact|"),
+            **line("tv", tv.mean(0), "query", "probability", "total variation, mean over sequences",
+                   interval=("sequences", mean_intervals(tv.T))),
+            **line("predictor", means, "predictor", unit, "KL(exact || predictor)", interval=("sequences", spans)),
+            "predictor_mae_abs": labelled(
+                [mae_abs(x.gap) for x in every], "predictor", unit, "mae_abs of each predictor"),
+            "predictor_mae_mean": labelled(
+                [mae_mean(x.gap) for x in every], "predictor", unit, "mae_mean of each predictor"),
+        },
+        __name__,
         estimates=(
             divergence(probe, f"KL to the {target}", model.kl.mean(1)),
             *skilled,
@@ -183,7 +99,7 @@ def distance(probe: str, notes: Sequence[str], grades: Grades) -> Distance:
         notes=(f"best trivial predictor: {best}", *left_out, *notes),
         unmeasured=unmeasured | without,
         warnings=tuple(filter(None, (useful(grades.table, x.kl, scores) for x in grades.rivals.values()))),
-    )
+    )  # fmt: skip
 
 
 def divergence(probe: str, name: str, kl: np.ndarray, less: np.ndarray | None = None) -> Estimate:
@@ -268,7 +184,7 @@ def rare(probe: str, name: str, above: Cut, null: str, centre: float, n: int, un
     return planned(estimated, FAILURES.needed(claim.effect * unit))
 
 
-def calibration(grades: Grades) -> Calibration | Residuals:
+def calibration(grades: Grades) -> Measured:
     """Frequencies of outcomes within the horizon compared with the model's probabilities."""
     every = [x.at(grades.scores.within) for x in (grades.scores.own, grades.scores.exact, *grades.control_scores)]
     if numbers := [x for x in every if isinstance(x, GaussianScores)]:
@@ -276,14 +192,19 @@ def calibration(grades: Grades) -> Calibration | Residuals:
     return _tenths(*[x for x in every if isinstance(x, CategoricalScores)])
 
 
-def _residuals(model: GaussianScores, exact: GaussianScores, *controls: GaussianScores) -> Residuals:
+def _residuals(model: GaussianScores, exact: GaussianScores, *controls: GaussianScores) -> Measured:
     def error(square: np.ndarray) -> np.ndarray:
         return np.abs(np.sqrt(square) - 1)
 
-    name = "|rms of standardised residuals - 1|"
-    return Residuals(
-        rms=np.sqrt(np.square(model.residual).mean(0)),
-        rms_exact=np.sqrt(np.square(exact.residual).mean(0)),
+    name, unit = "|rms of standardised residuals - 1|", "standard deviations"
+    own, of_exact = (np.sqrt(np.square(x.residual).mean(0)) for x in (model, exact))
+    return Measured.of(
+        "Calibration of predicted numbers",
+        {
+            **line("rms", own, "query", unit, "rms of standardised residuals", beside="rms_exact"),
+            "rms_exact": labelled(of_exact, "query", unit, "the exact answer's own"),
+        },
+        __name__,
         estimates=(measured(CALIBRATION, name, error, _squares(model), [_squares(x) for x in controls]),),
         ticks=numbered(model.kl.shape[1]),
     )
@@ -294,7 +215,7 @@ def _squares(scores: GaussianScores) -> np.ndarray:
     return np.square(scores.residual).mean(1)
 
 
-def _tenths(model: CategoricalScores, exact: CategoricalScores, *controls: CategoricalScores) -> Calibration:
+def _tenths(model: CategoricalScores, exact: CategoricalScores, *controls: CategoricalScores) -> Measured:
     queries = model.kl.shape[1]
     predicted, exact_p, drawn, count = model.tally.sum((0, 1)).T
     rows = count > 0
@@ -302,15 +223,21 @@ def _tenths(model: CategoricalScores, exact: CategoricalScores, *controls: Categ
     def error(tally: np.ndarray) -> np.ndarray:
         return np.abs(tally[..., 0] - tally[..., 1]).sum(-1) / queries
 
-    return Calibration(
-        predicted=predicted[rows] / count[rows],
-        exact=exact_p[rows] / count[rows],
-        drawn=drawn[rows] / count[rows],
-        count=count[rows],
-        accuracy=model.right.mean(0),
-        accuracy_exact=exact.right.mean(0),
-        leaked=model.leaked.mean(0),
-        ceiling=float(exact.right.mean()),
+    p, exact_of_p, share = (x[rows] / count[rows] for x in (predicted, exact_p, drawn))
+    right, most = "accuracy: the likeliest outcome is the one drawn", exact.right.mean()
+    return Measured.of(
+        "Calibration",
+        {
+            "predicted": labelled(p, "predicted", "probability", "predicted probability of outcomes"),
+            **line("exact", exact_of_p, "predicted", "probability", "exact probability of them", beside="predicted"),
+            **line("drawn", share, "predicted", "fraction", "how often they were drawn", beside="predicted"),
+            "count": labelled(count[rows], "predicted", "outcomes", "how many, over queries and sequences"),
+            **line("accuracy", model.right.mean(0), "query", "fraction", right, beside="accuracy_exact"),
+            "accuracy_exact": labelled(exact.right.mean(0), "query", "fraction", "accuracy of the exact answer"),
+            **line("leaked", model.leaked.mean(0), "query", "probability", "probability of tokens that are no outcome"),
+            "ceiling": labelled(most, "", "fraction", "accuracy of the exact answer's likeliest outcome, all queries"),
+        },
+        __name__,
         estimates=(
             measured(CALIBRATION, "calibration error", error, model.tally.sum(1), [x.tally.sum(1) for x in controls]),
             measured(CALIBRATION, "accuracy", mean, model.right.mean(1), [x.right.mean(1) for x in controls]),
@@ -318,11 +245,11 @@ def _tenths(model: CategoricalScores, exact: CategoricalScores, *controls: Categ
                 CALIBRATION, "leaked probability", mean, model.leaked.mean(1), [x.leaked.mean(1) for x in controls]
             ),
         ),
-        ticks={**numbered(queries), "predicted": tuple(f"{p:.2f}" for p in predicted[rows] / count[rows])},
+        ticks={**numbered(queries), "predicted": tuple(f"{each:.2f}" for each in p)},
     )
 
 
-def horizon(grades: Grades) -> LengthGeneralisation:
+def horizon(grades: Grades) -> Measured:
     """Divergence at all queries; at least one must lie beyond the horizon."""
     scores = grades.scores
     trivial = scores.trivial[scores.best].kl
@@ -332,7 +259,7 @@ def horizon(grades: Grades) -> LengthGeneralisation:
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 
-def memory(notes: Sequence[str], grades: Grades) -> Memory:
+def memory(notes: Sequence[str], grades: Grades) -> Measured:
     """KL on held-out minus seen hypotheses. Raises UserError if a table would pass, or the model infers too little."""
     evaluation, scores = grades.evaluation, grades.scores
     if why := evaluation.task.memorisable:
@@ -343,9 +270,14 @@ def memory(notes: Sequence[str], grades: Grades) -> Memory:
     for rival in grades.rivals.values():
         require_useless(grades.table, rival.kl, scores)
     controls = [shown.scores(forms[SEEN]).kl[:, scores.within].mean(1) for forms in grades.untrained]
-    return Memory(
-        held_out=Curve(out.mean(0), interval=mean_intervals(out.T)),
-        seen=known.mean(0),
+    interval, said = ("sequences", mean_intervals(out.T)), "KL on held-out hypotheses, mean over sequences"
+    return Measured.of(
+        "Seen and held-out hypotheses",
+        {
+            **line("held_out", out.mean(0), "query", "bits", said, interval=interval, beside="seen"),
+            "seen": labelled(known.mean(0), "query", "bits", "KL on seen hypotheses"),
+        },
+        __name__,
         estimates=(
             divergence(MEMORY, "KL, held-out less seen", out.mean(1), known.mean(1)),
             measured(MEMORY, "KL, seen", mean, known.mean(1), controls),
@@ -355,7 +287,7 @@ def memory(notes: Sequence[str], grades: Grades) -> Memory:
     )
 
 
-def states(notes: Sequence[str], grades: Grades) -> StateMemory:
+def states(notes: Sequence[str], grades: Grades) -> Measured:
     """KL in held-out minus seen states of the evidence."""
     inputs = grades.evaluation.batch.tokens.data
     return measure_states(grades.scores, grades.evaluation.task.held_out_states(inputs).numpy(), notes)
@@ -363,7 +295,7 @@ def states(notes: Sequence[str], grades: Grades) -> StateMemory:
 
 def measure_states(
     scores: PosteriorScores, held_out: Bool[np.ndarray, "sequence query"], notes: Sequence[str] = ()
-) -> StateMemory:
+) -> Measured:
     """KL in held-out states minus KL in seen states at the same query, mean over sequences.
 
     A sequence without a held-out state does not count; one with several counts once, by their mean. The mean of seen
@@ -388,18 +320,19 @@ def measure_states(
         raise UserError("no query has both held-out and seen states: its states are too few to hold some out")
     kl, out = kl[:, both], out[:, both]
     name, difference = "KL, held-out less seen states", FAILURES.matched(FAILURES.clip(kl), out)
-    return StateMemory(
-        held_out=_mean_where(kl, out),
-        seen=_mean_where(kl, ~out),
-        share=out.mean(0),
+    own, seen = ((kl * where).sum(0) / where.sum(0).clip(min=1) for where in (out, ~out))
+    return Measured.of(
+        "Seen and held-out states",
+        {
+            **line("held_out", own, "query", "bits", "KL in held-out states, mean over sequences", beside="seen"),
+            "seen": labelled(seen, "query", "bits", "KL in seen states"),
+            "share": labelled(out.mean(0), "query", "fraction", "share of sequences in a held-out state"),
+        },
+        __name__,
         estimates=(rare(STATES, name, difference, "no difference", 0.0, len(kl), float(out.any(1).mean())),),
         ticks={"query": tuple((np.flatnonzero(both) + 1).tolist())},
         notes=tuple(notes),
     )
-
-
-def _mean_where(kl: np.ndarray, where: np.ndarray) -> np.ndarray:
-    return (kl * where).sum(0) / where.sum(0).clip(min=1)
 
 
 def require_skill(seen: Float[np.ndarray, "*at"], scores: PosteriorScores) -> None:

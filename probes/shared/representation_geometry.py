@@ -14,7 +14,7 @@ from llmgeom.probe import NO_CONTEXT, SHUFFLED, UNTRAINED, Capture, ProbeInput, 
 from llmgeom.probes.shared.matrices import entropy_of, final_tokens, last_layer, layer_matrices, varies
 from llmgeom.probes.shared.nulls import HARDEST_BAND, null_band, permutation_null
 from llmgeom.probes.shared.targets import LEAST_SPREAD, Constant, Target, follows
-from llmgeom.result import Curve, Estimate, Figure, Result, curve, quantity
+from llmgeom.result import Estimate, Figure, Labelled, labelled, line
 from llmgeom.stats.pca import Spectrum, share_intervals, shares
 from llmgeom.stats.resampling import Clusters, Interval, in_groups, jackknife_interval, paired_interval
 from llmgeom.stats.ridge_probe import (
@@ -36,51 +36,12 @@ RIDGE_PERMUTATIONS = 1_000  # fewer, since each chooses its penalty anew
 OF_DRAW = 5
 OF_CURVE, UNCLAIMED = 2, 5  # divisions into folds behind a point of a curve but the last; behind an R2 without a claim
 OWN_ENTROPY = "untrained, own entropy"
-SHARES = ("PC1 share", "PC1+PC2 share", "participation ratio")
+SHARES = (  # quantity, metric, unit, meaning
+    ("pc1", "PC1 share", "fraction", "share of variance on PC1"),
+    ("pc12", "PC1+PC2 share", "fraction", "share of variance on PC1 and PC2"),
+    ("participation", "participation ratio", "components", "participation ratio"),
+)
 RHO, PARTIAL, R2 = "|rho| of PC1 and entropy", "given length and final token", "entropy decodability (held-out R2)"
-
-
-@dataclass(frozen=True, kw_only=True)
-class GeometryResult(Result):
-    """Quantities of one site; a layer whose vectors do not vary over prompts is drawn as 0."""
-
-    pc1: Curve = curve("layer", "fraction", "share of variance on PC1", null=HARDEST_BAND)
-    pc12: Curve = curve("layer", "fraction", "share of variance on PC1 and PC2", null=HARDEST_BAND)
-    participation: Curve = curve("layer", "components", "participation ratio", null=HARDEST_BAND)
-    rho: Curve | None = curve(
-        "layer",
-        "|rho|",
-        "|Spearman| of PC1 and entropy; dashed: without context",
-        null="|Spearman| of PC1 and entropy, untrained copies",
-        beside="rho_no_context",
-    )
-    rho_no_context: np.ndarray | None = quantity(
-        "layer", "|rho|", "|Spearman| of PC1 and entropy, trained model without context"
-    )
-    r2: Curve | None = curve(
-        "layer",
-        "R2",
-        "held-out R2 of entropy, read from other templates; dashed: without context",
-        null="held-out R2 of entropy, untrained copies",
-        beside="r2_no_context",
-    )
-    r2_no_context: np.ndarray | None = quantity("layer", "R2", "held-out R2 of entropy, trained model without context")
-    scores: np.ndarray = quantity(
-        "prompt component",
-        "standardised units",
-        "position on PC1 and PC2, last layer",
-        Figure("scatter", layers="layer_scores"),
-    )
-    layer_scores: np.ndarray = quantity(
-        "layer prompt component", "standardised units", "position on PC1 and PC2, signs as in the layer after"
-    )
-    control_scores: np.ndarray | None = quantity(
-        "prompt component", "standardised units", "position on PC1 and PC2, last layer of one untrained copy"
-    )
-    dimension: np.ndarray | None = quantity("", "dimensions", "intrinsic dimension, TwoNN, last layer")
-    dimension_gaussian: np.ndarray | None = quantity(
-        "", "dimensions", "its median in Gaussian clouds with the same spectrum"
-    )
 
 
 def pca(x: np.ndarray) -> Spectrum:
@@ -105,7 +66,7 @@ def numbers_of(layers: Sequence[Spectrum]) -> np.ndarray:
 
 def measure_geometry(
     view: ProbeInput, site: Site, claims: Mapping[str, Claim], prefix: str = ""
-) -> tuple[dict[str, Any], np.ndarray, np.ndarray]:
+) -> tuple[dict[str, Labelled | None], dict[str, Any], np.ndarray, np.ndarray]:
     """Shares, participation ratio, |rho| and held-out R2 at every layer with their nulls; metrics of the last layer.
 
     Args:
@@ -113,7 +74,8 @@ def measure_geometry(
         prefix: prefix of each metric name of this module.
 
     Returns:
-        The fields of a GeometryResult; the three numbers of the spectrum [layer 3], and of untrained copies
+        Labelled arrays, in which a layer whose vectors do not vary over prompts is drawn as 0; estimates, warnings,
+        notes and what is unmeasured; the three numbers of the spectrum [layer 3], and those of untrained copies
         [draw layer 3].
 
     Raises:
@@ -130,18 +92,13 @@ def measure_geometry(
     shuffled = [numbers_of(layers_of(capture)) for capture in view.shuffled]
     numbers, theirs = numbers_of(layers), np.array([numbers_of(draw) for draw in untrained])
     drawn = {name: np.array(draws) for name, draws in ((UNTRAINED, theirs), (SHUFFLED, shuffled)) if len(draws)}
-    fields: dict[str, Any] = {
-        "scores": layers[-1].scores,
-        "layer_scores": aligned_signs([layer.scores for layer in layers]),
-        "control_scores": untrained[0][-1].scores if untrained else None,
-        **dict.fromkeys(("rho", "rho_no_context", "r2", "r2_no_context", "dimension", "dimension_gaussian")),
-    }
+    fields: dict[str, Labelled | None] = {}
     estimates, unmeasured, notes, warnings = [], {}, [], []
     intervals, clusters = share_intervals(last, view.clusters), len(set(view.clusters))
-    for i, (field, metric) in enumerate(zip(("pc1", "pc12", "participation"), SHARES, strict=True)):
+    for i, (field, metric, unit, meaning) in enumerate(SHARES):
         claim = claims[prefix + metric]
         band = null_band({name: draws[:, :, i] for name, draws in drawn.items()}, claim.side)
-        fields[field] = Curve(numbers[:, i], null=band)
+        fields |= line(field, numbers[:, i], "layer", unit, meaning, null=(HARDEST_BAND, band))
         nulls = [Null.of(name, draws[:, -1, i], claim.side) for name, draws in drawn.items()]
         estimates.append(estimate(claim, numbers[-1, i], intervals[i], nulls, n=len(last), clusters=clusters))
     try:
@@ -158,11 +115,26 @@ def measure_geometry(
             warnings.append(f"layer {layer}: the {what} vectors are the same for every prompt; drawn as 0")
         elif spectrum.dropped:
             warnings.append(f"layer {layer}: {spectrum.dropped} {what} coordinates do not vary and were left out")
-    fields |= {"estimates": tuple(estimates), "warnings": tuple(warnings), "unmeasured": unmeasured}
-    return fields | {"notes": tuple(notes)}, numbers, theirs.reshape(-1, *numbers.shape)
+    unit, axes, plane = "standardised units", "prompt component", Figure("scatter", layers="layer_scores")
+    of_layers, control = aligned_signs([layer.scores for layer in layers]), [draw[-1].scores for draw in untrained[:1]]
+    said = "position on PC1 and PC2, signs as in the layer after"
+    fields |= {
+        "scores": labelled(layers[-1].scores, axes, unit, "position on PC1 and PC2, last layer", plane),
+        "layer_scores": labelled(of_layers, f"layer {axes}", unit, said),
+        "control_scores": labelled(
+            control[0] if control else None, axes, unit, "position on PC1 and PC2, last layer of one untrained copy"
+        ),
+    }
+    facts = {
+        "estimates": tuple(estimates),
+        "warnings": tuple(warnings),
+        "notes": tuple(notes),
+        "unmeasured": unmeasured,
+    }
+    return fields, facts, numbers, theirs.reshape(-1, *numbers.shape)
 
 
-Part = tuple[dict[str, Any], list[Estimate], list[str]]  # fields, estimates and notes
+Part = tuple[dict[str, Labelled | None], list[Estimate], list[str]]  # fields, estimates and notes
 
 
 def _entropy(
@@ -215,14 +187,13 @@ def _correlation(
         spectra = [within(capture) for capture in (view.capture, *view.untrained)]
     model, *untrained = spectra
     band = null_band({UNTRAINED: [curve(draw) for draw in untrained]})
-    fields: dict[str, Any] = {"rho": Curve(curve(model), null=band)}
-    axis, without = Axis.of(last, target, clusters, view.seed), None
+    axis, without, alone = Axis.of(last, target, clusters, view.seed), None, None
     if view.no_context is not None:
         # Without context attention's write is a constant: it has no information, by construction.
         nothing = site is Site.ATTN_OUT
         cut = np.zeros((len(last), 1)) if nothing else last_layer(view.no_context, site)
         without = Axis.of(cut, target, clusters, view.seed)
-        fields["rho_no_context"] = np.zeros(len(model)) if nothing else curve(within(view.no_context))
+        alone = np.zeros(len(model)) if nothing else curve(within(view.no_context))
 
     def rho(claim: Claim, covariates: np.ndarray | None = None) -> Estimate:
         """|rho| of the last layer's PC1, given covariates if any."""
@@ -234,6 +205,10 @@ def _correlation(
         test = correlation_test(axis.scores, y, clusters, PERMUTATIONS, view.seed, fixed)
         return correlation(claim, axis, test, draws, covariates, without)
 
+    said, beside = "|Spearman| of PC1 and entropy", "rho_no_context"
+    null = (f"{said}, untrained copies", band)
+    fields = line("rho", curve(model), "layer", "|rho|", f"{said}; dashed: without context", null=null, beside=beside)
+    fields[beside] = labelled(alone, "layer", "|rho|", f"{said}, trained model without context")
     estimates, notes = [rho(claims[prefix + RHO])], []
     covariates, shared = length_and_token(view.capture), int(shares_token(view.capture).sum())
     if covariates.shape[1]:
@@ -248,7 +223,7 @@ def _correlation(
 
 def _decodability(
     view: ProbeInput, site: Site, claim: Claim, target: Target, varying: Mapping[int, np.ndarray]
-) -> tuple[dict[str, Any], Estimate]:
+) -> tuple[dict[str, Labelled | None], Estimate]:
     """Held-out R2 of the target over layers, and its estimate at the last layer."""
     fold = repeated_folds(view.clusters, view.seed, REPEATS if site is Site.VALUE else UNCLAIMED)
     y, stratum, clusters, last = target.values, target.stratum, view.clusters, last_layer(view.capture, site)
@@ -263,7 +238,7 @@ def _decodability(
 
     r2, readout = at_layers(view.capture, OF_CURVE, len(fold))
     untrained = np.array([at_layers(control)[0] for control in view.untrained])
-    fields: dict[str, Any] = {"r2": Curve(r2, null=null_band({UNTRAINED: untrained}))}
+    alone: np.ndarray | None = None
     draws = {UNTRAINED: untrained[:, -1] if len(untrained) else untrained}
     if not target.exact:
         of_own = [(last_layer(view.untrained[i], site), entropy) for i, entropy in varying.items()]
@@ -274,13 +249,17 @@ def _decodability(
     nulls = [*untrained_nulls(draws), permutation_null("permuted templates", value, permuted, centre=0.0)]
     interval = decodability_interval(last, readout, clusters)
     if view.no_context is not None and site is Site.ATTN_OUT:
-        fields["r2_no_context"] = np.zeros(len(r2))
+        alone = np.zeros(len(r2))
         nulls.append(Null.paired(NO_CONTEXT, value, 0.0, interval))
     elif view.no_context is not None:
-        fields["r2_no_context"], without = at_layers(view.no_context, judged=len(fold))
+        alone, without = at_layers(view.no_context, judged=len(fold))
         centre = float(without.r2.mean())
         span = decodability_interval(last_layer(view.no_context, site), without, clusters)
         nulls.append(Null.paired(NO_CONTEXT, value, centre, paired_interval(value - centre, interval, span)))
+    said, beside = "held-out R2 of entropy, read from other templates; dashed: without context", "r2_no_context"
+    null = ("held-out R2 of entropy, untrained copies", null_band({UNTRAINED: untrained}))
+    fields = line("r2", r2, "layer", "R2", said, null=null, beside=beside)
+    fields[beside] = labelled(alone, "layer", "R2", "held-out R2 of entropy, trained model without context")
     return fields, estimate(claim, value, interval, nulls, n=len(y), clusters=len(set(clusters)))
 
 
