@@ -358,8 +358,10 @@ class Measured:
             further: Warnings and notes after those of the parts.
         """
         every = parts.values()
-        texts_of: dict[str, Any] = {name: (*(text for part in every for text in getattr(part, name)), *further.get(name, ()))
-                    for name in ("warnings", "notes")}  # fmt: skip
+        texts_of: dict[str, Any] = {
+            name: (*(text for part in every for text in getattr(part, name)), *further.get(name, ()))
+            for name in ("warnings", "notes")
+        }
         named: dict[str, Any] = {name: {key: one for part in every for key, one in getattr(part, name).items()}
                  for name in ("ticks", "unmeasured", "facts")}  # fmt: skip
         return cls(
