@@ -35,7 +35,7 @@ class AtMost:
     Clear miss: more than `most` already, which no repetition takes back. Clear hit: at one of two looks so few events
     that at the rate `caught` they happen with probability `error` / 2 or less. So where events have this rate or a
     larger one, stopping lets them pass with probability `error` at most (the union of two looks), besides the
-    probability with which all n do; `tests/test_simulated.py` computes both.
+    probability with which all n do.
     """
 
     n: int
@@ -61,12 +61,6 @@ class AtMost:
 
 def draws(seed):
     return np.random.default_rng(seed)
-
-
-def contains(successes, trials, rate):
-    """Whether the 95 % Clopper-Pearson interval of successes out of trials holds the rate."""
-    found = scipy_stats.binomtest(successes, trials).proportion_ci()
-    return found.low <= rate <= found.high
 
 
 D, UNITS = 128, 40

@@ -20,6 +20,8 @@ from tests.refusals import refused
 from tests.words import beyond
 
 N = 60
+
+
 SITES = (Site.ATTENTION_ENTROPY, Site.ATTENTION_FIRST, Site.ATTENTION_REST)
 
 
@@ -96,13 +98,6 @@ def test_a_sink_alone_narrows_attention_but_not_without_the_first_token():
     assert found["weight on the first token"] == "yes"
 
 
-def test_uniform_attention_is_at_its_maximum_of_one():
-    result = attention_focus.measure(view([0.0, 0.0, 3.0], 2))
-    np.testing.assert_allclose(result["normalised"][:2], 1, atol=1e-6)
-    np.testing.assert_allclose(result["entropy"][:2], np.log2(12), atol=1e-5)
-    np.testing.assert_allclose(result["rest"][:2], 1, atol=1e-6)
-
-
 def test_what_untrained_models_or_scrambled_text_do_as_well_is_not_above_the_null():
     given = view([0.5, 1.0, 3.0], 3)
     same = [tuple(of_rows(drawn(np.random.default_rng(i), [0.5, 1.0, 3.0])) for i in range(20))] * 2
@@ -115,9 +110,6 @@ def test_one_layer_has_nothing_to_narrow_from_and_no_verdict_about_it():
     result = attention_focus.measure(view([0.5], 7))
     assert set(heads(result)) == {"weight on the first token"}
     assert result.warnings == ("1 layer: the first layer is also the last, and focusing is left out",)
-
-
-# ---- windows and sinks -----------------------------------------------------------------------------------------------
 
 
 def windowed(n: int, positions: np.ndarray, width: int) -> np.ndarray:
@@ -174,15 +166,6 @@ def test_a_weight_of_one_head_that_rounds_to_nothing_is_no_window():
     seen = visible(step)
     assert seen["first"].tolist() == [[0, 0, 0, 4]], "layers 0 and 2 have no attention, and hide nothing"
     torch.testing.assert_close(seen["weight"], torch.tensor([[1, 2 / 6, 1, 2 / 6]]))
-
-
-def test_a_learned_sink_is_said():
-    given = replace(view([0.5, 0.5, 0.5], 9), observations=Reach((12, 12, 12), (1.0, 0.62, 0.9)))
-    (warning,) = attention_focus.measure(given).warnings
-    assert warning.startswith("heads have a learned sink: weights on tokens sum to as little as 0.62")
-
-
-# ---- short prompts ---------------------------------------------------------------------------------------------------
 
 
 def test_short_prompts_are_left_out_and_said_so():

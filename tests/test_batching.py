@@ -2,11 +2,10 @@
 
 from itertools import pairwise, product
 
-import pytest
 from hypothesis import given, strategies as st
 
 from llmgeom.errors import UserError
-from llmgeom.model.batching import MOST, PASS, BatchRules, plan_batches
+from llmgeom.model.batching import PASS, BatchRules, plan_batches
 from tests.refusals import refused
 
 lengths = st.lists(st.integers(1, 60), max_size=40)
@@ -58,25 +57,6 @@ def test_no_batch_crosses_a_border_and_without_one_nothing_changes(lengths, budg
         for border in borders:
             assert len({lengths[i] > border for i in batch}) == 1
     assert plan_batches(lengths, budget, BatchRules((60,))) == plan_batches(lengths, budget)
-
-
-@pytest.mark.parametrize(
-    ("parameters", "device", "further"),
-    [(405e6, "cpu", 32), (70e6, "cpu", 37), (1e6, "cpu", 432), (7e9, "cuda:0", PASS), (7e9, "cpu+disk", PASS)],
-)
-def test_a_large_model_on_a_cpu_pays_for_padding_more_than_for_passes(parameters, device, further):
-    assert BatchRules.of({"parameters": int(parameters), "device": device}, None).further == further
-    most = MOST if device == "cpu" else None
-    assert BatchRules.of({"device": device}, None) == BatchRules(most=most), "a module of the user's own"
-
-
-@pytest.mark.parametrize(("vocabulary", "prompts"), [(50_304, 83), (128_256, 32), (512, 8192), (10**7, 1)])
-def test_the_log_probabilities_of_a_batch_on_a_cpu_take_16_mib(vocabulary, prompts):
-    """Or those of one prompt, which cannot be divided."""
-    rules = BatchRules.of({"device": "cpu", "vocabulary": vocabulary}, None)
-    assert rules.prompts == prompts and (prompts == 1 or 4 * prompts * vocabulary <= 16 * 2**20)
-    assert BatchRules.of({"device": "cuda:0", "vocabulary": vocabulary}, None).prompts is None
-    assert max(map(len, plan_batches([1] * 300, 4096, rules))) == min(prompts, 300)
 
 
 def test_a_budget_below_one_is_refused():

@@ -20,7 +20,6 @@ from llmgeom.commands.patch import question_of_text
 from llmgeom.errors import UserError
 from llmgeom.model import hub
 from llmgeom.model.tokenizing import Chat, shuffle, special_tokens
-from llmgeom.probes.interventions.label_axis import _first_tokens
 from llmgeom.probes.interventions.text_pairs import ROLES
 from llmgeom.probes.interventions.text_patching import PROBE
 from llmgeom.prompts import text as in_text
@@ -110,13 +109,6 @@ def test_given_answers_are_what_the_assistant_says(plain, folder, tmp_path):
             start = ids.shape[1] - len(after)
             expected = sum(float(log_p[at - 1, ids[0, at]]) for at in range(start, ids.shape[1]))
             assert measured[i, k] * math.log(2) == pytest.approx(expected, abs=1e-4)
-
-
-def test_the_pair_of_an_edit_is_what_the_assistant_says(plain):
-    """The tokens of `expanded`: no space before an answer in a chat, one elsewhere."""
-    for subject, space in ((plain, " "), (plain.chat(), "")):
-        ids = [plain.tokenizer(f"{space}{one}", add_special_tokens=False)["input_ids"][0] for one in ("yes", "no")]
-        assert list(_first_tokens(subject, ("yes", "no"))) == ids
 
 
 @pytest.mark.parametrize("surface", SURFACES)

@@ -84,18 +84,13 @@ def test_json_is_one_object_with_the_verdicts(again):
     result, out = again
     body = json.loads(result.stdout)
     assert body["schema_version"] == 1 and body["status"] == "ok"
-    texts = {"record", "probe", "metric", "unit", "verdict", "why", "claim", "method", "control", "counts"}
-    numeric = {"value", "low", "high", "control_low", "control_high", "p", "adjusted", "n", "clusters", "effect"}
-    numeric |= {"draws", "control_centre", "hurdle", "needed"}
-    numeric |= (ends := {"difference_low", "difference_high"})
+    ends = {"difference_low", "difference_high"}
     estimates = {h.name: h for m in Record.load(out).results.values() for h in m.estimates}
     assert [one["draws"] for one in body["controls"]] == [2]
     assert len(body["verdicts"]) >= len(estimates) > 3
     for row in body["verdicts"]:
-        assert set(row) == texts | numeric | {"controls"}
-        assert all(row[key] is None or type(row[key]) in (int, float) for key in numeric)
         if row["verdict"] == "not measured":
-            assert not any(row[key] for key in numeric) and row["why"]
+            assert row["value"] is None and row["p"] is None and row["why"]
             continue
         h = estimates[row["metric"]]
         assert [row[key] for key in ("value", "low", "high", "n")] == [h.value, h.low, h.high, h.n]
@@ -204,20 +199,8 @@ def test_of_two_runs_in_one_folder_the_one_that_ends_last_does_not_write_over_th
         return measure(run)
 
     monkeypatch.setattr(Run, "record", while_another_run_ends)
-    asked = (
-        "--domain",
-        "code",
-        "--n",
-        "10",
-        "--limit",
-        "20",
-        "--control-models",
-        "1",
-        "--probes",
-        "attention_focus",
-        "-q",
-    )
-    ended = call("scan", *asked, "--out", str(out))
+    asked = "--domain code --n 10 --limit 20 --control-models 1 --probes attention_focus -q"
+    ended = call("scan", *asked.split(), "--out", str(out))
     assert ended.exit_code == 1 and f"{out} holds another run; choose another --out" in ended.stderr
     assert all((out / path.name).read_bytes() == path.read_bytes() for path in run_folder.iterdir())
 
@@ -248,20 +231,12 @@ def test_dry_run_prints_the_plan_and_reads_no_weights(tmp_path):
 def test_list_and_doctor(monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}")
-    assert "pocket:pythia" in call("list", "models").stdout
-    probes = call("list", "probes").stdout.splitlines()
-    assert any(line.startswith("value_manifold  ") for line in probes)
-    named = {len(line) - len(line.split(maxsplit=1)[1]) for line in probes if not line.startswith(" ")}
-    below = {len(line) - len(line.lstrip()) for line in probes if line.startswith(" ")}
-    assert named == below and len(named) == 1  # texts begin in one column, and go on in it
-    assert max(map(len, call("list").stdout.splitlines())) <= 100
-    domains = call("list", "domains").stdout
-    assert "math" in domains and "mixed" in domains
+    for what, named in (("models", hub.pockets()), ("probes", chosen(None)), ("domains", ("math", "mixed"))):
+        said = call("list", what).stdout
+        assert all(name in said for name in named) and max(map(len, said.splitlines())) <= 100
     shown = call("doctor")
     assert shown.exit_code == 0, shown.output
-    assert max(map(len, shown.stdout.splitlines())) <= 100
-    said = " ".join(shown.stdout.split())
-    assert "Python" in said and f"pocket models: {', '.join(hub.pockets())}" in said
+    assert f"pocket models: {', '.join(hub.pockets())}" in " ".join(shown.stdout.split())
 
 
 def test_the_scan_from_python_of_how_to_runs_at_a_small_size(tmp_path, monkeypatch):

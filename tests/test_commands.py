@@ -1,25 +1,20 @@
 """Commands: flags, help, saved command and environment variables all come from one declaration."""
 
-import json
 import shlex
-import subprocess
-import sys
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import click
 import pytest
 from click.testing import CliRunner
 
-from llmgeom.cli import COMMANDS, main
+from llmgeom.cli import main
 from llmgeom.commands import config as configs
 from llmgeom.commands.output import VerdictOutput, show
 from llmgeom.errors import UserError
-from llmgeom.flags import argument, check, flag, flags
+from llmgeom.flags import argument, check, flag
 from tests.findings import claim, record
 from tests.refusals import names
-
-NAMES = [name for group in COMMANDS.values() for name in group]
 
 
 @dataclass(frozen=True)
@@ -110,15 +105,6 @@ def test_what_click_cannot_read_is_a_usage_error(wrong):
 # ---- every command --------------------------------------------------------------------------------------------------
 
 
-def test_an_alias_is_the_same_command_with_the_same_environment(monkeypatch):
-    assert (
-        CliRunner().invoke(main, ["evidence", "--help"]).stdout.splitlines()[2:]
-        == (CliRunner().invoke(main, ["evidence", "--help"]).stdout.splitlines()[2:])
-    )
-    monkeypatch.setenv("LLMGEOM_EVIDENCE_K", "1,x")
-    assert "1,x" in CliRunner().invoke(main, ["evidence"]).stderr
-
-
 def test_a_variable_that_sets_no_flag_is_an_error(monkeypatch):
     """A misspelt one was ignored: the run had the defaults. `--help` still answers."""
     monkeypatch.setenv("LLMGEOM_SCAN_DOMAN", "math")
@@ -130,67 +116,6 @@ def test_a_variable_that_sets_no_flag_is_an_error(monkeypatch):
     monkeypatch.setenv("LLMGEOM_SCAN_N", "many")
     done = CliRunner().invoke(main, ["scan"])
     assert done.exit_code == 2 and names(done.stderr, "LLMGEOM_SCAN_N") and "'many'" in done.stderr
-
-
-def modules() -> list[Any]:
-    import importlib
-
-    return [importlib.import_module(f"llmgeom.commands.{name}") for name in NAMES]
-
-
-@pytest.mark.parametrize("module", modules(), ids=lambda module: module.__name__)
-def test_every_flag_of_a_configuration_is_an_option_with_its_default(module):
-    config = getattr(module, "RunConfig", None)
-    if config is None:
-        return
-    params = {param.name: param for param in module.main.params}
-    defaults = {f.name: f.default for f in fields(config)}
-    assert {one.field for one in flags(config)} == set(defaults), "a field without a flag"
-    for one in flags(config):
-        if one.argument:
-            continue
-        param = params[one.name.removeprefix("--").replace("-", "_")]
-        shown = param.type_cast_value(click.Context(module.main), param.get_default(click.Context(module.main)))
-        assert (shown or None) == (one.default or None), one.name
-
-
-HEAVY = ("torch", "transformers", "plotly", "sklearn", "scipy", "transformer_lens", "datasets")
-
-
-@pytest.fixture(scope="module")
-def loaded() -> dict[str, list[list[str]]]:
-    """Command -> the heavy packages and the modules of commands that its help loads, each in a process of its own."""
-    code = (
-        "import contextlib, io, json, os, sys, numpy, llmgeom.cli as c\n"
-        f"for name in {['', *NAMES]!r}:\n"
-        "    if not (child := os.fork()):\n"
-        "        with contextlib.redirect_stdout(io.StringIO()):\n"
-        "            c.main([*[name] * bool(name), '--help'], standalone_mode=False)\n"
-        f"        heavy = [m for m in {HEAVY!r} if m in sys.modules]\n"
-        "        own = [m for m in sys.modules if m.startswith('llmgeom.commands.')]\n"
-        "        print(json.dumps([name, heavy, own]), flush=True)\n"
-        "        os._exit(0)\n"
-        "    assert os.waitpid(child, 0)[1] == 0, name\n"
-    )
-    return {name: modules for name, *modules in map(json.loads, printed(code).splitlines())}
-
-
-WINGS = {"scan": "scan_prompts"}  # command -> another of its modules
-
-
-@pytest.mark.parametrize("name", ["", *NAMES])
-def test_help_loads_only_the_command_s_configuration(name, loaded):
-    heavy, own = loaded[name]
-    assert heavy == []
-    expected = {f"llmgeom.commands.{module}" for module in (name, "config", "job", "output", "pictures")}
-    wing = f"llmgeom.commands.{WINGS.get(name)}"
-    foreign = {module for module in own if module not in expected and not f"{module}.".startswith(f"{wing}.")}
-    assert not foreign if name else not own
-
-
-def printed(code: str) -> str:
-    """Standard output of a Python process."""
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
 def test_report_prints_a_finished_run_as_its_command_did(tmp_path, capsys):

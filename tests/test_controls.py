@@ -14,7 +14,7 @@ import transformers
 from llmgeom import probes
 from llmgeom.batch import Batch
 from llmgeom.errors import UserError
-from llmgeom.model import controls, loading
+from llmgeom.model import controls
 from llmgeom.model.capture import Site
 from llmgeom.model.model import Model
 from llmgeom.probes import attention_focus
@@ -90,24 +90,6 @@ def test_the_seed_alone_decides(name):
     assert (again.get_input_embeddings().weight is again.get_output_embeddings().weight) == tied
 
 
-def test_controls_of_a_run_share_a_second_copy_of_what_the_caller_holds():
-    subject = Model.of(FAMILIES["llama"].model(), name="tiny")
-    weights = copy.deepcopy(subject.model.state_dict())
-    places = []
-    with subject.controls() as draw:
-        for seed in (1, 2, 3):
-            control = draw(seed)
-            assert same(control.capture(ragged(), Site), subject.untrained(seed).capture(ragged(), Site))
-            assert control.facts["untrained"] == seed
-            places.append([parameter.data_ptr() for parameter in control.model.parameters()])
-            assert all(torch.equal(x, weights[name]) for name, x in subject.model.state_dict().items())
-            assert draw(None) is subject
-    assert places[0] == places[1] == places[2]
-
-
-# ---- in the memory of the model --------------------------------------------------------------------------------------
-
-
 def state(model: torch.nn.Module) -> dict[str, tuple[int, torch.Tensor]]:
     """Every place of every parameter and buffer: which tensor it has, and its numbers."""
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
@@ -139,15 +121,6 @@ def test_a_loaded_model_is_its_own_controls_and_then_itself(make, tmp_path):
             if seed == 5:
                 assert draw(None) is subject and unchanged(model, before) and subject.weight_hash == weights
     assert unchanged(model, before) and subject.weight_hash == weights
-
-
-def test_a_hash_is_not_computed_again_of_numbers_that_came_back(monkeypatch):
-    subject = replace(Model.of(FAMILIES["llama"].model(), name="tiny"), in_place=True)
-    known = subject.weight_hash
-    monkeypatch.setattr(loading, "tensors_hash", lambda _: pytest.fail("hashed"))
-    with subject.controls() as draw:
-        draw(1)
-    assert loading.weight_hash(subject.model, bits=False) == subject.weight_hash == known
 
 
 @pytest.mark.parametrize("why", ["an adapter", "no room", "the constructor", "of the caller"])
@@ -186,32 +159,6 @@ def test_a_scan_by_name_holds_one_copy_and_finds_what_two_copies_find(monkeypatc
     assert all(np.array_equal(arrays[name], others[name]) for name in arrays)
 
 
-@pytest.mark.parametrize("room", [True, False])
-def test_a_full_disk_is_said_on_the_terminal_and_in_the_record_and_holds_no_part_of_the_file(
-    room, monkeypatch, tmp_path
-):
-    """A second copy is memory that nobody planned. A repeated run draws nothing, and has nothing to say."""
-    subject = Model.load("pocket:llama")
-    batch = Batch.of([f"{a} {b} is" for a in ("The", "A", "One") for b in ("cat", "dog", "sum", "end")])
-    files, said, probe = [], [], probes.known(("attention_focus",))
-    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path))  # results of the other case are not read
-    monkeypatch.setattr(controls._log, "warning", said.append)
-
-    def without_room(**where):
-        files.append(io.BufferedRandom(Full()))
-        return files[-1]
-
-    if not room:
-        monkeypatch.setattr(controls.tempfile, "TemporaryFile", without_room)
-    record = run_probes(subject, batch, probe, controls=5, store=str(tmp_path))
-    monkeypatch.setattr(Model, "_other", lambda *_: pytest.fail("drawn again"))
-    again = run_probes(subject, batch, probe, controls=5, store=str(tmp_path))
-    text = f"the weights could not be written to {tmp_path} (No space left on device): untrained controls are a second"
-    for texts, expected in ((record.warnings, not room), (said, not room), (again.warnings, False)):
-        assert [one.startswith(text) for one in texts].count(True) == expected
-    assert [file.closed for file in files] == [True] * (not room)
-
-
 class Full(io.BytesIO):
     """A disk without room."""
 
@@ -227,26 +174,6 @@ def test_a_model_is_itself_after_an_error(error):
         draw(1)
         raise error("on the way")
     assert unchanged(model, before)
-
-
-class Broken:
-    """Tensors of which the second cannot be had."""
-
-    def __init__(self, error):
-        self.error = error
-
-    def __iter__(self):
-        yield torch.zeros(1)
-        raise self.error("while the weights are read back")
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
-def test_where_its_numbers_do_not_come_back_a_model_has_none(error, monkeypatch):
-    model = FAMILIES["llama"].model()
-    with pytest.raises(error), controls.in_place(model) as draw:
-        draw(1)
-        monkeypatch.setattr(controls, "_once", lambda _: iter(Broken(error)))
-    assert all(parameter.is_meta for parameter in model.parameters())
 
 
 def test_a_control_is_drawn_in_the_precision_of_its_model():
@@ -309,18 +236,6 @@ def test_permuted_weights_keep_every_number_of_every_matrix_and_not_its_place(na
         assert draw("permuted 1") and equal(model, copied)  # of its own weights, not of those drawn before
         assert draw("permuted 2") and equal(model, other)
     assert equal(model, before)
-
-
-def test_a_permuted_matrix_has_no_trace_of_its_rows_and_columns():
-    """A matrix of rank 1 whose rows and columns differ a hundredfold in scale: afterwards neither do."""
-    scale = torch.logspace(0, 2, 300)
-    matrix = torch.nn.Linear(300, 300, bias=False)
-    matrix.weight.data = torch.outer(scale, scale)
-    model = torch.nn.Sequential(matrix)
-    controls.permute(model, "permuted 1")
-    for along in (0, 1):
-        means = matrix.weight.detach().mean(along)
-        assert means.max() / means.min() < 3
 
 
 def test_a_run_compares_attention_with_permuted_weights_of_the_trained_scale():

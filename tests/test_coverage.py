@@ -22,8 +22,8 @@ LESS = {
     "process: resolution": 0.91,
     "PC1 and a number": 0.88,
 }
-# What is run on a trained model; the first three are the probes whose claims nothing else here simulates.
-TRAINED = ("attention_focus", "belief_readout", "value_manifold", "blocks")
+# What is run on a trained model; of value_manifold the metrics are simulated each by itself.
+TRAINED = ("attention_focus", "belief_readout", "blocks")
 
 
 def least(name: str, count: int = REPLICATES) -> float:
@@ -53,12 +53,7 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "run",
-    # Of value_manifold, shares, rho, R2 and TwoNN are simulated each by itself: below, in test_pca.py,
-    # test_verdicts.py and test_readout.py.
-    [pytest.param(run, marks=pytest.mark.soak) if run == "value_manifold" else run for run in TRAINED],
-)
+@pytest.mark.parametrize("run", TRAINED)
 def test_intervals_of_claims_cover_on_fresh_samples(run, trained, monkeypatch):
     for module, name in ((representation_geometry, "PERMUTATIONS"), (representation_geometry, "RIDGE_PERMUTATIONS")):
         monkeypatch.setattr(module, name, 100)  # no interval needs them

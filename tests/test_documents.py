@@ -63,14 +63,6 @@ def test_a_prompt_is_the_opening_of_a_document_and_never_all_of_it(spec):
     assert len(set(lengths)) > 15, "the length is drawn, not fixed"
 
 
-def test_the_unit_is_the_document_and_the_source_says_what_was_read(spec):
-    batch = documents.read(spec, 20, seed=0)
-    assert len(set(batch.cluster)) == 20 and batch.columns["template"] == batch.cluster
-    assert {k: batch.source[k] for k in ("kind", "name", "n", "seed", "column", "config", "split")} == {
-        "kind": "documents", "name": spec, "n": 20, "seed": 0, "column": "text", "config": "default", "split": "train",
-    }  # fmt: skip
-
-
 def test_the_seed_decides_whatever_the_global_generators(spec):
     random.seed(1)
     np.random.seed(1)

@@ -16,12 +16,13 @@ from llmgeom.probes.shared.matrices import layer_matrices
 from llmgeom.probes.shared.representation_geometry import numbers_of, pca
 from llmgeom.probes.value_manifold import gain_interval, measure_gain
 from llmgeom.result import Measured
-from llmgeom.stats.pca import share_intervals, shares
 from llmgeom.stats.resampling import Interval
 from tests.refusals import refused
 from tests.words import beyond
 
 N, D, LAYERS = 60, 32, 2
+
+
 CLAIM = "gain in PC1+PC2 share, as diverse"
 
 
@@ -112,43 +113,6 @@ def test_the_limits_are_those_one_can_do_by_hand():
     both = gain_interval((0.5, one), (0.2, two))
     assert (both.low, both.high) == pytest.approx((0.3 - 0.05, 0.3 + 0.41**0.5 / 10))
     assert both.method == "jackknife over 9 clusters, and 8 of mixed prompts"
-
-
-def coverage(repetitions: int) -> float:
-    """Of the interval of a PC1+PC2 gain of about .13: two Gaussian factor models, prompts in pairs of templates."""
-    rng = np.random.default_rng(3)
-    clusters = np.repeat(np.arange(30), 2)
-    axes = rng.standard_normal((5, 64))
-
-    def sample(strengths):
-        shared = rng.standard_normal((30, 5))[clusters]
-        factors = (shared + rng.standard_normal((60, 5))) / 2**0.5
-        return factors * strengths @ axes + rng.standard_normal((60, 64))
-
-    strong, weak = np.array([1.2, 0.8, 0.5, 0.4, 0.3]), np.array([0.7, 0.6, 0.5, 0.4, 0.3])
-    truth = np.subtract(*(np.mean([shares(sample(s)).numbers[1] for _ in range(600)]) for s in (strong, weak)))
-    hits = 0
-    for _ in range(repetitions):
-        both = [(shares(x).numbers[1], share_intervals(x, clusters)[1]) for x in (sample(strong), sample(weak))]
-        limits = gain_interval(*both)
-        hits += limits.low <= truth <= limits.high
-    return hits / repetitions
-
-
-def test_the_interval_covers_the_expected_gain():
-    assert 0.88 <= coverage(60) <= 1
-
-
-def test_a_note_says_how_diverse_the_samples_are_and_where_that_was_not_reached():
-    said = "different tokens, different final tokens and templates: math 500, 30 and 30; mixed, as diverse "
-    reached = (540, 33, 28)
-    assert measure(view(0.5, 0.5, source=counts(reached=reached))).notes == (
-        said + "540, 33 and 28; before the search 600, 45 and 30",
-    )
-    far = counts(reached=(540, 34, 30))
-    assert measure(view(0.5, 0.5, source=far)).notes == (
-        f"mixed prompts as diverse as math were not found; {said}540, 34 and 30; before the search 600, 45 and 30",
-    )
 
 
 def test_without_mixed_prompts_it_is_not_measured():

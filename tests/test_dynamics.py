@@ -14,9 +14,9 @@ from click.testing import CliRunner
 from scipy import stats
 
 from llmgeom.cli import main
-from llmgeom.commands.dynamics import RunConfig, perform, table
+from llmgeom.commands.dynamics import RunConfig, perform
 from llmgeom.dynamics import processes, study
-from llmgeom.dynamics.drift import State, distances, settled, state
+from llmgeom.dynamics.drift import State, distances, state
 from llmgeom.dynamics.gradients import signals
 from llmgeom.dynamics.runs import Run
 from llmgeom.dynamics.study import Inputs
@@ -273,25 +273,6 @@ def test_a_scan_of_other_weights_of_another_version_or_damaged_is_made_again(run
     change("facts", "spec", 0)
     with refused(UserError, "another run"):
         perform(asked)
-
-
-def test_the_command_prints_when_each_run_settles(runs, tmp_path):
-    done = CliRunner().invoke(
-        main, ["dynamics", runs["run0"], "--probes", "", "--n", "12", "--out", str(tmp_path / "a"), "-q"]
-    )
-    assert done.exit_code == 0, done.output
-    assert "run0" in done.output and "open" in done.output and "report.html" in done.output
-    record = Record.load(tmp_path / "a")
-    lines = list(table(record))
-    assert all(line in done.output for line in lines) and max(map(len, lines)) <= 100
-    assert lines[-2].startswith("frame, value: distance of attention")
-    at = next(i for i, line in enumerate(lines) if line.startswith("step from which at most 5 %"))
-    assert lines[at].split()[-5:] == ["frame", "precision", "total", "variation", "value"]
-    for name, printed in zip(("frame", "precision", "tv", "value"), lines[at + 1].split()[1:], strict=True):
-        found = settled(STEPS, record.results["drift"].arrays[f"{name}_runs"][0])
-        assert printed == f"{found.step:.0f}" + "+" * found.censored
-    assert record.facts["command"] == f"llmgeom dynamics {runs['run0']} --probes '' --n 12"
-    assert any("no random-target runs" in warning for warning in record.warnings)
 
 
 def test_a_task_is_trained_and_followed_by_one_command(tmp_path, monkeypatch):

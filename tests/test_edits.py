@@ -251,22 +251,6 @@ def test_a_capture_shows_what_was_edited_and_leaves_the_past_alone(subject):
             assert torch.equal(after.layers(Site.RESIDUAL)[LAYER], before.layers(Site.RESIDUAL)[LAYER])
 
 
-def test_a_query_edit_changes_the_queried_positions_and_no_other(subject):
-    before = subject.capture(ragged(), {Site.Z}, positions="all")
-    batch = ragged()
-    query = torch.zeros(batch.inputs.ids.shape, dtype=torch.bool)
-    query[torch.arange(4), batch.inputs.lengths - 1] = True
-    seen = []
-    edit = Edit("z", lambda x, where: seen.append(where.query) or 0 * x, layers=(LAYER,), positions="query")
-    subject.capture(batch, {Site.Z}, [edit])
-    assert torch.equal(seen[0], query[[0, 2, 1, 3]]), "the plan runs the longest prompt first"
-    after = subject.capture(batch, {Site.Z}, [edit])
-    ends = before.position == before.lengths[before.prompt] - 1
-    assert (after.z[LAYER] == 0).all()
-    assert torch.equal(after.z[0], subject.capture(batch, {Site.Z}).z[0])
-    assert (before.z[LAYER][ends] != 0).all()
-
-
 @pytest.mark.parametrize("rows", ["query", "all", (0,), (-2,), (2, 5)])
 def test_where_an_edit_acts_does_not_follow_the_captured_rows(llama, rows):
     """The oracle is an edit at the place by its number."""
@@ -285,30 +269,6 @@ def test_an_edit_that_is_not_finite_is_found_where_it_acts(llama):
     changed = llama.edit("residual", torch.nan, layers=1, positions=[-2])
     with refused(UserError, "not finite", "edits", "residual", "layer 0"):
         changed.capture(batch, {Site.RESIDUAL}, positions=(0,))
-
-
-def test_silencing_one_query_head_leaves_its_group_alone(subject):
-    """Grouped heads share a value: an edit at z reaches one query head, an edit at value would reach its group."""
-
-    def silence(x: Tensor, where: Where) -> Tensor:
-        keep = torch.ones(x.shape[2], 1)
-        keep[1] = 0
-        return x * keep
-
-    before = subject.capture(ragged(), {Site.Z, Site.VALUE})
-    after = subject.capture(ragged(), {Site.Z, Site.VALUE}, [Edit("z", silence, layers=(LAYER,))])
-    others = [head for head in range(before.z.shape[2]) if head != 1]
-    assert (after.z[LAYER][:, 1] == 0).all()
-    assert torch.equal(after.z[LAYER][:, others], before.z[LAYER][:, others])
-    assert torch.equal(after.value, before.value)
-
-
-def test_strides_of_what_an_edit_returns_do_not_matter(subject):
-    for point in POINTS:
-        strange = Edit(point, lambda x, _: (0.5 * x).transpose(0, -1).contiguous().transpose(0, -1))
-        plain = Edit(point, lambda x, _: 0.5 * x)
-        a, b = (subject.capture(ragged(), {Site.LOG_PROBS}, [edit]).log_probs for edit in (strange, plain))
-        assert (a - b).abs().max() < 1e-5
 
 
 def with_default(x: Tensor, least: float = 0.0) -> Tensor:

@@ -25,16 +25,8 @@ def prompts(tmp_path_factory):
     pool = Domain("mixed").sample(40, 3)
     path = tmp_path_factory.mktemp("prompts") / "mine.jsonl"
     rows = [
-        {
-            "text": text,
-            "template": str(i),
-            "long": len(text) > 55,
-            "words": len(text.split()),
-            "w": 1 + i % 3,
-            "ids": f"own {i}",
-            "residual.2": i,
-            "entropy": -i,
-        }
+        {"text": text, "template": str(i), "long": len(text) > 55, "words": len(text.split()), "w": 1 + i % 3}
+        | {"ids": f"own {i}", "residual.2": i, "entropy": -i}
         for i, text in enumerate(pool.text)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

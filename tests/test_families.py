@@ -68,9 +68,6 @@ def case(request) -> Case:
     return Case(family, model, eager, Model.of(model, name=family.name), ragged())
 
 
-# ---- attention -------------------------------------------------------------------------------------------------------
-
-
 def test_the_models_of_this_suite_attend_sharply(case):
     """Flat rows are right under a wrong scale and nearly right under a wrong mask."""
     share = [
@@ -99,9 +96,6 @@ def test_row_summaries_are_those_of_the_eager_rows(case):
             rest = rows[..., 1:] / rows[..., 1:].sum(-1, keepdim=True).clamp_min(1e-300)
             entropy = -(rest * rest.clamp_min(1e-300).log()).sum(-1)
             assert (case.of_prompt(Site.ATTENTION_REST, layer, prompt) - entropy).abs().max() < TOLERANCE
-
-
-# ---- values, keys, writes --------------------------------------------------------------------------------------------
 
 
 def test_keys_and_values_equal_the_kv_cache(case):
@@ -142,23 +136,12 @@ def test_writes_are_what_is_added_to_the_residual_stream(case):
             assert apart(before + attention + mlp, after) < TOLERANCE
 
 
-def test_residuals_are_transformers_hidden_states(case):
-    for prompt, ids in enumerate(prompts(case.batch)):
-        with torch.no_grad():
-            states = case.model(ids, output_hidden_states=True).hidden_states
-        for layer in case.layers:  # the last hidden state of transformers has been normalised; ours has not
-            assert apart(case.of_prompt(Site.RESIDUAL, layer, prompt), states[layer][0]) < TOLERANCE
-
-
 def test_z_times_w_o_is_what_attention_returns(case):
     for prompt, returned in enumerate(case.outputs(case.family.attention)):
         for layer in case.layers:
             z = case.of_prompt(Site.Z, layer, prompt).flatten(1)
             with torch.no_grad():
                 assert apart(case.family.part(case.model, layer, case.family.output)(z), returned[layer]) < TOLERANCE
-
-
-# ---- outputs ---------------------------------------------------------------------------------------------------------
 
 
 def test_logits_are_bit_equal_with_and_without_capture(case):
@@ -181,9 +164,6 @@ def test_log_probs_and_entropy_are_those_of_the_full_forward(case):
         assert abs(float(case.final.entropy[row]) - float(entropy) / math.log(2)) < TOLERANCE
         bits = case.subject.entropy(case.batch)[row]
         assert bits == pytest.approx(float(entropy) / math.log(2), abs=TOLERANCE)
-
-
-# ---- invariance ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -241,21 +221,11 @@ def test_short_prompts_beside_long_ones_are_read_as_alone_under_longrope():
     assert (seen - alone).abs().max() < TOLERANCE
 
 
-# ---- the check at load -----------------------------------------------------------------------------------------------
-
-
 def test_check_passes_with_tiny_numbers(case):
     report = case.subject.check()
     assert set(report) == {"logits", "states", "rows", "residual"}
     assert report["logits"] == report["states"] == 0
     assert max(report.values()) < TOLERANCE
-
-
-def test_check_passes_in_bfloat16(case):
-    """Eager attention rounds its scores before the softmax; rows that did not would be refused with Gemma-2."""
-    report = Model.of(case.family.model().to(torch.bfloat16)).check()
-    assert report["logits"] == report["residual"] == 0
-    assert report["rows"] < 0.025
 
 
 def test_check_passes_in_bfloat16_where_a_coordinate_is_far_larger_than_the_others(case):

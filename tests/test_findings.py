@@ -6,15 +6,11 @@ import pytest
 
 from llmgeom.claims import judge_estimates
 from llmgeom.record import Record
-from llmgeom.reports import page
 from llmgeom.reports.digest import digest
+from llmgeom.reports.findings import findings
 from llmgeom.reports.table import rows
-from llmgeom.result import SENTENCE, Measured
-from llmgeom.stats.verdict import because
+from llmgeom.result import SENTENCE, WORDS
 from tests.findings import claim, record, said, text_of
-
-BY_PROCESS = {"text": ("a", "b"), "template": ("0", "1"), "domain": ("recall", "bijection")}
-
 
 TERM = "PC1-entropy correlation (Agarwal et al. 2025, Paper III)"
 ALLOWS = {"equivalence": "within", "hurdle": 0.5, "least": -0.1}
@@ -86,21 +82,6 @@ def test_the_sentence_counts_every_word_and_names_the_papers():
     assert said(record(claim(source="derived here")))[0] == "1 claim on 2 prompts: 1 is open."
 
 
-def test_a_check_of_the_instrument_is_the_last_finding_and_probes_are_told_apart_by_what_differs_in_their_names():
-    made = record(claim(verdict="holds", value=9.0), probe="ablation_control")
-    used = [replace(made, results={f"ablation_{way}": Measured("", "", "", "", "", (claim(),), {}, {})})
-            for way in ("pc1", "ridge")]  # fmt: skip
-    whole = replace(made, results=dict(used[0].results | used[1].results | made.results))
-    found = said(whole)[1]
-    words = "PC1-entropy correlation"
-    assert found[0].startswith(f"{words} (along PC1)")
-    assert found[1].startswith(f"{words} (along the ridge direction)")
-    assert found[2].startswith(f"control: {words} (")
-    checked = " The check of the instrument holds."
-    assert said(whole)[0] == f"2 claims of Agarwal et al. 2025 (Paper III) on 2 prompts: 2 are open.{checked}"
-    assert said(made)[0] == f"No claim about the model is tested on 2 prompts.{checked}"
-
-
 def test_the_common_scale_has_the_control_at_0_and_the_claimed_effect_at_1():
     def at(value, **other):
         (one,) = rows([record(claim(**other))])
@@ -130,26 +111,6 @@ def test_a_probe_s_own_sentence_stands_before_all_claims():
 LACKS = ("train longer: in 4 of 5 runs neither settles", "needs 5 training seeds: has 1")
 
 
-@pytest.mark.parametrize(
-    ("numbers", "short", "figures"),
-    [
-        ({"draws": 2}, "too few draws of the control", "2 draws decide nothing, at least 5 are needed"),
-        ({"lacks": LACKS}, "train longer", "in 4 of 5 runs neither settles; needs 5 training seeds: has 1"),
-        ({"needed": 0, "spread": 2.0}, "more data will not help", "the control's own draws vary by 0.6 |rho|"),
-        ({"needed": 0, "spread": 2.0, "averaged": True, "draws": 24}, "more data will not help", "within 0.61 |rho|"),
-        ({"room": False}, "no room above the control", "this metric cannot reach 0.5; a smaller effect is not shown"),
-        ({}, "needs 120 templates", "for the claimed effect of 0.3, has 70"),
-        ({"p_excluded": 8e-6}, "the claimed effect is excluded, a smaller one open", "that there is one, p = 0.04"),
-        ({"needed": 60}, "no effect and the claimed one are both possible", "though 70 templates suffice in nine of"),
-    ],
-)
-def test_an_open_claim_says_what_would_settle_it_in_a_few_words_and_then_with_figures(numbers, short, figures):
-    made = claim(**numbers)
-    lead, _, rest = because(made, "templates").partition(": ")
-    assert lead == short and figures in rest
-    assert f"({short})" in " ".join(" ".join(text_of(digest([record(made)], width=300))).split())
-
-
 def test_a_claim_that_lacks_something_is_open_whatever_its_p_and_a_record_keeps_what(tmp_path):
     strong = claim(value=0.9, p=1e-9, p_excluded=0.9, lacks=LACKS)
     (free,), (bound,) = judge_estimates([replace(strong, lacks=())]), judge_estimates([strong])
@@ -160,34 +121,40 @@ def test_a_claim_that_lacks_something_is_open_whatever_its_p_and_a_record_keeps_
     assert [h.lacks for h in again] == [LACKS, ()] and again == (bound, free)
 
 
-@pytest.mark.parametrize(
-    ("name", "draws", "expected"),
-    [("same size", 1, "; 1 edit of the same size: 0.05 to"),
-     ("untrained", 1, "; 1 untrained copy: 0.05 to"),
-     ("untrained, own entropy", 1, "; 1 untrained copy, with its own entropy: 0.05 to"),
-     ("mine", 1, "; 1 draw of “mine”: 0.05 to"),
-     ("same size", 12, "; 12 edits of the same size: "),
-     ("2 models (3 draws)", 0, "; 2 models (3 draws): "),
-     ("mine (3 draws)", 4, "; 4 draws of “mine (3 draws)”: "),
-     ("without context", 0, "; without context: "),
-     ("without contexts", 0, "; without contexts: ")],
-)  # fmt: skip
-def test_a_control_is_called_by_its_name_and_number_which_no_text_is_read_for(name, draws, expected):
-    assert expected in said(record(claim(null=name, draws_of=draws)))[1][0]
+# ---- the terminal
 
 
-def test_a_run_of_processes_opens_with_their_profile_and_counts_them():
-    """The pooled claim comes first though another effect is larger; the title does not list eight names."""
-    small = claim("binds", "holds", 0.6, claim="The model binds: pooled.")
-    large = claim(verdict="holds", value=0.9)
-    profile = replace(record(small, probe="profile", source="profile", kind="processes"), prompts={})
-    parts = [record(large, source=name, kind="process") for name in ("recall", "bijection")]
-    sentence, shown = said(profile, *parts)
-    assert "on 2 processes" in sentence and shown[0].startswith("The model binds")
-    html = page([profile, *parts])
-    assert "pocket:pythia on evidence in text: 2 processes" in html
-    assert "2 processes, 2 prompts each, from 2 sets of marks" in html
-    assert html.index('<section id="profile">') < html.index('<section id="value_manifold">')
-    assert "<legend>processes</legend>" in page([replace(one, prompts=BY_PROCESS) for one in parts])
-    alone = page(parts[:1])
-    assert "pocket:pythia on evidence in text: recall" in alone and "2 prompts from 2 sets of marks" in alone
+@pytest.mark.parametrize("several", [1, 2, 3, 5])
+@pytest.mark.parametrize("claimed", [1, 8, 40])
+@pytest.mark.parametrize("width", [80, 100])
+def test_a_run_ends_in_at_most_21_lines_of_the_width_and_cuts_no_name(several, claimed, width):
+    """Of 100 characters; a narrower terminal has as many more lines, and says that there are more claims."""
+    named = [f"Claim {i} of many words that go on and on" for i in range(claimed)]
+    made = [claim(f"metric {i}", WORDS[i % 5], claim=f"{name}: so.") for i, name in enumerate(named)]
+    runs = [
+        replace(record(*made, source=f"set{i}", unmeasured={"p": "why " * 50}), warnings=("x", "w" * 1999, "v" * 1999))
+        for i in range(several)
+    ]
+    shown = text_of(digest(runs, width))
+    assert len(shown) <= 20 * 100 // width  # the last line is the page's path
+    assert max(map(len, shown)) <= width
+    text = " ".join(" ".join(shown).split())
+    whole = [f"Claim {i} of" in text for i in range(claimed)]
+    assert whole[0] and any("more (--table)" in line for line in shown) == (not all(whole))
+    assert any(line.startswith("not measured") for line in shown) and any("warnings (-v)" in line for line in shown)
+
+
+def test_n_is_named_after_what_is_independent():
+    of_prompts = record(claim(n=80, clusters=2, counts="queries"))
+    assert "(n = 2 templates)" in findings(rows([of_prompts]))[0]
+    of_tokens = record(claim(n=80, clusters=80, counts="tokens"))
+    assert "(n = 80 tokens)" in findings(rows([of_tokens]))[0]
+    of_run = record(claim(n=1, clusters=1, counts="training runs"))
+    assert "(n = 1 training run)" in findings(rows([of_run]))[0]
+    one = replace(of_prompts, prompts={"text": ("a", "b"), "template": ("0", "0")})
+    assert "on 2 prompts from 1 template: 1 is open." in text_of(digest([one]))[0]
+
+
+def test_a_hostile_claim_or_reason_moves_no_cursor():
+    made = record(claim(claim="x\x1b[2J: so."), unmeasured={"p": "bad\x1b[31m"})
+    assert "\x1b" not in "".join(text_of(digest([made]))) and "x\\x1b[2J" in "".join(text_of(digest([made])))

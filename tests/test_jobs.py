@@ -1,6 +1,5 @@
 """Commands that ask one question: what a dry run counts is what the run passes, and a repeated run passes nothing."""
 
-import ast
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +11,6 @@ from llmgeom.model.forward import probe_batch
 from llmgeom.model.model import Model
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
-from tests.source import MODULES, tree
 
 TASK = Training("recall:pairs=2,queries=2,keys=4,values=6", width=16, layers=2, heads=2, steps=2, snapshots=2)
 SULA = {"model": "pocket:pythia", "process": "two-point", "ks": (1, 2), "n": 8, "controls": 2}
@@ -62,22 +60,3 @@ def test_a_dry_run_counts_what_is_passed_and_a_repeated_run_passes_nothing(case,
     _, again = prepared(command, replace(asked, out=str(tmp_path / "again"))).perform(subject=subject)
     assert passed == [] and again.unmeasured == first.unmeasured
     assert all(np.array_equal(again.arrays[name], x) for name, x in first.arrays.items())
-
-
-# Modules that make a record of other records or of tables: they read no model.
-OF_RECORDS = {
-    "llmgeom.commands.probe",
-    "llmgeom.dynamics.study",
-    "llmgeom.probes.evidence.profile",
-}
-
-
-def constructions(module: str) -> int:
-    """How often a module calls Record(...)."""
-    calls = [node.func for node in ast.walk(tree(MODULES[module])) if isinstance(node, ast.Call)]
-    return sum(isinstance(func, ast.Name) and func.id == "Record" for func in calls)
-
-
-def test_only_the_runner_makes_the_record_of_a_model():
-    assert constructions("llmgeom.run") == 1
-    assert {module for module in MODULES if constructions(module)} == {"llmgeom.run"} | OF_RECORDS

@@ -5,10 +5,9 @@ import os
 import shutil
 import sys
 import types
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -17,7 +16,7 @@ from llmgeom.batch import Batch, Text
 from llmgeom.cache import keys
 from llmgeom.errors import UserError
 from llmgeom.files import digest
-from llmgeom.model import controls, hub, passes
+from llmgeom.model import hub, passes
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit
 from llmgeom.model.model import Model
@@ -73,7 +72,11 @@ OTHER_RUNS = {
     "backend": bridged,
     "code of the model": own,
 }
+
+
 ZERO = Edit("value", lambda x, _: 0 * x, spec={"do": "zero"})
+
+
 OTHER_CAPTURES = {
     "prompts": {"batch": ragged(seed=2)},
     "lengths": {"batch": ragged(lengths=(23, 9, 17, 3))},
@@ -155,18 +158,6 @@ def test_facts_of_a_batch_hold_its_whole_posterior():
     assert len(set(hashes)) == 4 and keys.of_facts(replace(batch)) == hashes[0]
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "adapter_config.json", "chat_template.jinja", "modeling_mine.py"])
-def test_files_that_loading_reads_are_part_of_a_model(tmp_path, name):
-    (tmp_path / "config.json").write_text("{}")
-    hashes = {keys.of_files(tmp_path)}
-    for text in ("one", "other"):
-        (tmp_path / name).write_text(text)
-        hashes.add(keys.of_files(tmp_path))
-    assert len(hashes) == 3
-    (tmp_path / "notes.txt").write_text("not read")
-    assert keys.of_files(tmp_path) in hashes
-
-
 def test_captures_that_hold_other_numbers_ask_for_a_new_capture_version():
     capture = tiny().capture(ragged(), list(CAPTURED))
     first = {site: capture.tensors[Site(site), min(n for s, n in capture.tensors if s == site)] for site in CAPTURED}
@@ -202,16 +193,6 @@ def test_a_model_in_memory_that_is_written_to_is_another(data, tmp_path):
     assert key(subject)[0] != run
 
 
-def test_a_loaded_model_that_is_written_to_is_no_longer_that_of_its_files():
-    subject = Model.load("pocket:llama")
-    run, weight = key(subject)[0], subject.model.get_output_embeddings().weight
-    for factor, equal in ((2, False), (0.5, True)):  # powers of two: the same bits again
-        with torch.no_grad():
-            weight.mul_(factor)
-        assert (key(subject)[0] == run) == equal
-        assert (key(subject)[0] == run) == equal, "and the second time"
-
-
 @pytest.mark.parametrize("load", [lambda: Model.load("pocket:llama"), tiny])
 def test_what_is_written_past_autograd_is_seen_in_every_row_and_column_and_in_a_norm_of_ones(load):
     subject = load()
@@ -231,10 +212,8 @@ def test_what_is_written_past_autograd_is_seen_in_every_row_and_column_and_in_a_
 
 
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
-@pytest.mark.parametrize("subject", [tiny, lambda: Model.load("pocket:llama")])
-def test_adapters_that_are_applied_in_memory_are_in_the_key(subject):
-    peft = pytest.importorskip("peft")
-    subject = subject()
+def test_adapters_that_are_applied_in_memory_are_in_the_key():
+    peft, subject = pytest.importorskip("peft"), tiny()
     settings, model = peft.LoraConfig(init_lora_weights=False, target_modules=["q_proj"]), subject.model
     runs = [key(subject)[0]]
     for change in (
@@ -247,20 +226,6 @@ def test_adapters_that_are_applied_in_memory_are_in_the_key(subject):
         change()
         runs.append(key(subject)[0])
     assert len(set(runs)) == len(runs)
-
-
-def test_an_implementation_of_attention_that_is_set_later_is_in_the_key_and_the_record(tmp_path):
-    subject, ours = tiny(), Model.of(FAMILIES["llama"].model(eager=True), name="tiny")
-    subject.capture(ragged(), {Site.VALUE}, store=str(tmp_path))
-    subject.model.set_attn_implementation("eager")
-    assert key(subject) == key(ours) != key(tiny())
-    assert subject.facts_now == ours.facts_now != tiny().facts_now
-    with subject.controls() as control:
-        assert control(2).forward.attention == ours.forward.attention == subject.untrained(2).forward.attention
-    seen: list[str] = []
-    peek = Edit("value", lambda x, _: seen.append(key(subject)[0]) or x, layers=(0,))
-    subject.capture(ragged(), {Site.VALUE}, [peek])
-    assert seen == [key(subject)[0]], "while it is read, too"
 
 
 def test_twins_are_told_apart_by_their_seed_and_from_what_they_are_made_of():
@@ -277,32 +242,6 @@ def test_the_beginning_of_a_training_is_no_control_of_the_same_seed():
     untrained, initial = subject.untrained(1), subject.initial(1)
     assert untrained.weight_hash != initial.weight_hash and key(untrained) != key(initial)
     assert key(replace(subject, facts={**subject.facts, **descent(subject, 1)})) == key(untrained), "before it is built"
-
-
-def test_a_control_of_tied_weights_on_several_cards_is_another_and_is_never_drawn_anew(monkeypatch):
-    """It is drawn by the constructor, as `initial`: on one card it is drawn module by module."""
-    config = FAMILIES["llama"].config()
-    config.tie_word_embeddings = True
-    models = [transformers.AutoModelForCausalLM.from_config(config) for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    models[1].hf_device_map = {"model": "cpu", "lm_head": "cpu:0"}
-    one, several = (Model.of(model, name="tiny") for model in models)
-
-    def dispatched(model, like, folder, index):
-        model.hf_device_map = like.hf_device_map
-        return model
-
-    monkeypatch.setattr(controls, "_dispatched", dispatched)
-    alone = several.untrained(2)
-    with several.controls() as control:
-        control(1)
-        after = control(2)
-        assert after.weight_hash == alone.weight_hash == several.initial(2).weight_hash
-    assert one.untrained(2).weight_hash != alone.weight_hash
-    assert key(one.untrained(2)) != key(alone)
-
-
-# ---- a model of files ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -380,33 +319,3 @@ def test_weights_that_are_not_in_memory_and_of_no_file_cannot_be_stored():
         model = transformers.AutoModelForCausalLM.from_config(FAMILIES["llama"].config())
     with refused(UserError, "offloaded"):
         identity(Model.of(model, name="tiny"))
-
-
-@dataclass(frozen=True)
-class Setting:
-    size: float
-    names: tuple[str, ...] = ()
-
-
-def named_in_pairs():
-    """Values that are told apart, each beside one that differs from it in one thing."""
-    yield 1, True
-    yield 1, 1.0
-    yield "1", 1
-    yield 0.1, np.nextafter(0.1, 1).item()
-    yield ("a", "b"), ("b", "a")
-    yield {"a": 1}, {"a": 2}
-    yield {1: "a"}, {"1": "a"}
-    yield np.zeros(2), np.zeros(2, np.float32)
-    yield np.zeros((1, 2)), np.zeros((2, 1))
-    yield torch.zeros(2), torch.tensor([0.0, 1e-6])
-    yield Setting(1.0), Setting(2.0)
-    yield Setting(1.0, ("a",)), Setting(1.0, ("b",))
-
-
-@pytest.mark.parametrize("pair", list(named_in_pairs()))
-def test_values_that_differ_have_other_names_and_equal_ones_the_same(pair):
-    first, second = map(keys.named, pair)
-    assert first != second or json.dumps(first) != json.dumps(second)
-    assert keys.named(pair[0]) == first
-    json.dumps(first, allow_nan=False)

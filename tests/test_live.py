@@ -63,17 +63,8 @@ def trained(folder, spec: str = "coin:steps=9", arch: str = "neox"):
 
 def graded(tmp_path, spec: str = "coin:steps=9", arch: str = "neox") -> str:
     run = tmp_path / "run"
-    asked = [
-        "grade",
-        "--model",
-        str(trained(tmp_path / "model", spec, arch)),
-        "--n",
-        "32",
-        "--control-models",
-        "2",
-        "-q",
-    ]
-    done = CliRunner().invoke(main, [*asked, "--out", str(run)])
+    folder = str(trained(tmp_path / "model", spec, arch))
+    done = CliRunner().invoke(main, f"grade --model {folder} --n 32 --control-models 2 -q --out {run}")
     assert done.exit_code == 0, done.output
     return str(run)
 
@@ -321,10 +312,3 @@ def test_a_browser_that_computes_something_else_is_said_not_to_be_trusted(chromi
 
 def _moved(head: dict) -> dict:
     return {**head, "w": head["w"] + 1e-3 * np.arange(len(head["w"]))[:, None]}
-
-
-@pytest.mark.browser
-def test_draws_follow_the_exact_answer(view):
-    """2,000 draws after two heads: heads with probability 3 / 4, within four standard deviations."""
-    found = view.evaluate("Array.from({ length: 2000 }, () => drawn([2, 0, 0]) === 0).filter(Boolean).length")
-    assert abs(found - 1500) < 4 * (2000 * 0.75 * 0.25) ** 0.5

@@ -1,7 +1,5 @@
 """More prompts than memory holds: what is left on disk is measured a layer at a time, and nulls run on a sample."""
 
-import ctypes
-import gc
 import weakref
 from pathlib import Path
 
@@ -11,9 +9,8 @@ import torch
 
 from llmgeom import plan as scanning
 from llmgeom.batch import Batch, Tokens
-from llmgeom.errors import UserError
 from llmgeom.model import running
-from llmgeom.model.capture import Capture, LazyTensors, Site
+from llmgeom.model.capture import LazyTensors, Site
 from llmgeom.model.model import Model
 from llmgeom.probe import Needs
 from llmgeom.probes import attention_focus, value_manifold
@@ -22,6 +19,7 @@ from llmgeom.run import run_probes
 from tests.families import FAMILIES, VOCAB
 
 pytestmark = pytest.mark.usefixtures("few_draws")
+
 
 N, FEW = 70, 40
 
@@ -56,9 +54,6 @@ def same(a: Record, b: Record) -> None:
 
 
 PROBES = {"attention_focus": attention_focus, "value_manifold": value_manifold}
-
-
-# ---- left on disk ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("most", [pytest.param(1000, marks=pytest.mark.slow), FEW])
@@ -101,27 +96,6 @@ def test_one_layer_is_in_memory_at_a_time(model, tmp_path, monkeypatch):
     monkeypatch.setattr(LazyTensors, "__getitem__", counted)
     measured(model, prompts(), PROBES, tmp_path, controls=2)
     assert len(alive) > 50
-
-
-def peak(run) -> tuple[float, Capture]:
-    """MiB by which a call raises the resident size of this process (Linux)."""
-
-    def status(field: str) -> float:
-        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-        return int(line.split()[1]) / 1024
-
-    gc.collect()
-    # Memory that earlier tests freed would be used again and hide a rise: 140 MiB of tensors raised it by 12 MiB once.
-    libc = ctypes.CDLL(None)
-    libc.malloc_trim(0)
-    libc.mallopt(-3, 2**17)  # M_MMAP_THRESHOLD: else it rises, and what is freed may stay: 112 MiB in one of ten runs
-    Path("/proc/self/clear_refs").write_text("5")
-    before = status("VmRSS")
-    made = run()
-    return status("VmHWM") - before, made
-
-
-# ---- nulls of a sample -----------------------------------------------------------------------------------------------
 
 
 def test_nulls_run_on_a_stated_sample_and_means_are_of_all(model, monkeypatch):
@@ -174,25 +148,3 @@ def test_the_sample_that_a_probe_is_held_against_is_that_of_the_nulls(model, mon
     for layer, theirs in enumerate(control.layers(Site.ATTENTION_ENTROPY)):
         torch.testing.assert_close(few.untrained[0].tensors[Site.ATTENTION_ENTROPY, layer], theirs, atol=1e-6, rtol=0)
     assert all(len(one.prompt) == FEW for one in (*few.untrained, *few.shuffled))
-
-
-def test_a_second_sample_that_is_large_is_cut_as_well(model, monkeypatch):
-    monkeypatch.setattr(scanning, "MOST_PROMPTS", FEW)
-    views = []
-    needs = Needs(frozenset({Site.VALUE}), samples=("other",), control_prompts=FEW)
-    module = type(attention_focus)("seen")
-    module.NEEDS = needs
-
-    def measure(view):
-        views.append(view)
-        raise UserError("enough")
-
-    module.measure = measure
-    measured(model, prompts(), {"seen": module}, samples={"other": prompts(100, seed=8)}, controls=2)
-    (view,) = views
-    assert len(view.entropy) == N == len(view.capture.prompt) and len(view.null_subset.entropy) == FEW
-    sample = view.samples["other"]
-    assert len(sample.entropy) == FEW == len(sample.clusters) and all(
-        len(control.prompt) == FEW for control in sample.untrained
-    )
-    assert view.untrained == () and len(view.null_subset.untrained) == 2

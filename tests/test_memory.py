@@ -2,7 +2,6 @@
 
 import math
 from collections import Counter, defaultdict
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -60,11 +59,6 @@ def test_a_state_knows_nothing_of_what_comes_after_its_query(spec):
     assert torch.equal(of.sufficient(inputs)[:, : query + 1], of.sufficient(after)[:, : query + 1])
 
 
-def test_the_bijection_of_eight_values_has_a_state_for_each_set_of_used_values():
-    table = StateTable.filled(task("bijection"), 20_000, 0)
-    assert len(table.keys) == sum(math.comb(8, used) for used in range(7)) == 247
-
-
 @pytest.mark.parametrize("spec", ["coin:steps=5", "markov:symbols=3,steps=5,fixed=false", "bijection:vocab=4,pairs=3"])
 def test_a_table_answers_with_the_counts_of_its_training_sequences(spec):
     of = task(spec)
@@ -113,20 +107,6 @@ def test_a_table_of_corrupted_targets_answers_with_their_mixture():
         table = StateTable.filled(of, 100_000, 0, corrupt)
         kl = bits(of.answers.kl(held_out.exact, table.answers(held_out.batch.tokens.data))).numpy()
         assert (kl.mean() < 0.003) == near and bool(results.useful(table, kl, scores)) == near
-
-
-def test_a_table_of_a_training_with_held_out_states_lacks_these_and_its_remedy_is_another():
-    """It answered them, too, and told who had trained with --hold-out states to train with it."""
-    of = task("bijection")
-    held_out = evaluation(of, 500)
-    scores = held_out.posterior_scores(held_out.exact)
-    table = StateTable.filled(of, 100_000, 0, states_held_out=True)
-    kl = bits(of.answers.kl(held_out.exact, table.answers(held_out.batch.tokens.data))).numpy()
-    out = of.held_out_states(held_out.batch.tokens.data).numpy()
-    assert out.any() and kl[~out].max() < 0.05
-    uniform = np.log2(8) - bits(of.answers.entropy(held_out.exact)).numpy()
-    np.testing.assert_allclose(kl[out], uniform[out], atol=1e-9)  # it never met them
-    assert "held-out states" in (why := results.useful(table, kl, scores)) and "--hold-out" not in why
 
 
 @pytest.mark.parametrize("spec, sequences", [("recall", 20_000), ("bijection", 50)])
@@ -210,33 +190,6 @@ def less_seen(kl, out):
     seen = {q: kl[~out[:, q], q].mean() for q in some}
     rows = [[row[q] - seen[q] for q in some if here[q]] for row, here in zip(kl, out, strict=True)]
     return np.mean([np.mean(row) for row in rows if row])
-
-
-def of_states(rng, n, share, failing):
-    """Graded sequences of five queries, a tenth of whose states is held out; a share of those fails by 10 bits."""
-    out = rng.random((n, 5)) < 0.1
-    kl = np.where(out & (rng.random((n, 5)) < failing), 10.0, rng.exponential(share, (n, 5)))
-    scores = SimpleNamespace(
-        own=SimpleNamespace(kl=kl), within=slice(None), best="one", trivial={"one": SimpleNamespace(kl=np.ones((n, 5)))}
-    )
-    return results.measure_states(scores, out).estimates[0]
-
-
-def test_no_table_was_learnt_does_not_hold_where_1_held_out_state_in_500_fails():
-    """True difference: .02 bits, twice the margin. By a jackknife's interval the claim held in 30 %."""
-    rng = np.random.default_rng(3)
-    graded = [of_states(rng, 1000, 1e-4, 0.002) for _ in range(100)]
-    assert not any(h.p < 0.025 or h.excess.p_excluded < 0.025 for h in graded)
-    assert np.mean([h.low <= 0.02 <= h.high for h in graded]) >= 0.95
-
-
-def test_an_exact_model_needs_as_many_sequences_with_a_held_out_state_as_the_posterior_needs_sequences():
-    rng = np.random.default_rng(4)
-    h = of_states(rng, 4000, 0.0, 0.0)
-    assert h.needed == pytest.approx(4566 / (1 - 0.9**5), rel=0.05) and h.p > 0.0125
-    assert (
-        of_states(rng, round(1.06 * h.needed), 0.0, 0.0).p < 0.0125 < of_states(rng, round(0.94 * h.needed), 0.0, 0.0).p
-    )
 
 
 def test_nothing_is_said_of_the_memory_of_a_model_that_does_not_infer():

@@ -4,13 +4,11 @@ import numpy as np
 import pytest
 
 from llmgeom import claims, wind_tunnels
-from llmgeom.errors import Unavailable, UserError
+from llmgeom.errors import Unavailable
 from llmgeom.model.model import Model
 from llmgeom.probes.interventions.component_results import MLP_EVIDENCE, MLP_NORM, MLP_SHARE, measure_blocks
-from llmgeom.probes.interventions.halves import halves
 from llmgeom.probes.interventions.intervention import Effects
 from llmgeom.stats.resampling import band
-from llmgeom.stats.ridge_probe import folds
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
 from tests.families import FAMILIES
@@ -28,9 +26,6 @@ def test_norms_are_of_what_the_writers_write_at_the_final_token(name, positions)
         for layer in (0, 1):
             wrote = [writes_of(family, subject.model, layer, path, ids)[-1] for ids in alone(HELD)]
             np.testing.assert_allclose(made["norms"][branch, layer], [float(w @ w) for w in wrote], rtol=1e-4)
-
-
-# ---- shares of effects that are known --------------------------------------------------------------------------------
 
 
 HALF = np.arange(30) % 2
@@ -99,37 +94,9 @@ def test_untrained_controls_are_compared_over_the_trained_model_s_total():
     assert min(shares) > 0.5 and (found.null_low, found.null_high) == pytest.approx(tuple(band(np.array(shares))))
 
 
-def test_a_branch_that_writes_nothing_has_no_ratio_of_norms():
-    own = drawn(1, 2, 3) | {"norms": drawn(0, 2, 3)["norms"]}
-    made = measured(own, SMALL)
-    assert MLP_NORM not in {h.name for h in made.estimates} and len(made.warnings) == 1
-    made = measured(drawn(1, 2, 3), [own, *SMALL])
-    assert MLP_NORM not in {h.name for h in made.estimates} and len(made.warnings) == 1
-
-
-def test_evidence_that_is_not_lost_has_no_share():
-    own = drawn(1, 3, 0, evidence=True)
-    noise = np.random.default_rng(0).standard_normal((6, 30))
-    made = measured(own | {"evidence": noise - noise.mean()}, SMALL)
-    assert {MLP_SHARE, MLP_NORM} <= {h.name for h in made.estimates}
-    assert MLP_EVIDENCE not in {h.name for h in made.estimates} and len(made.warnings) == 1
-    with pytest.raises(UserError):
-        measured({"kl": 0 * noise, "norms": own["norms"], "layers": 2}, SMALL)
-
-
 def test_an_lstm_has_no_branches(tmp_path):
     given = Training("hmm:steps=4", arch="lstm", width=32, layers=2, heads=2, steps=3, batch=8)
     subject = Model.load(str(train(given, tmp_path / "t").out))
     task = wind_tunnels.load_world("hmm:steps=4")
     with pytest.raises(Unavailable):
         examine(subject, task.sample(12, 0, "held-out"), "blocks", task=task, positions="all")
-
-
-def test_a_task_s_branches_are_measured(tmp_path):
-    given = Training("hmm:steps=4", arch="neox", width=32, layers=2, heads=2, steps=3, batch=8)
-    subject = Model.load(str(train(given, tmp_path / "t").out))
-    task = wind_tunnels.load_world("hmm:steps=4")
-    batch = task.sample(12, 0, "held-out")
-    own, clusters = ablated(subject, "blocks", "all", batch, task)["mean"], np.array(halves(batch, 0)[1].cluster)
-    made = measure_blocks(own, [own], "mean", clusters, folds(clusters, 0, 2), "all")
-    assert made.mlp_evidence.shape == made.attention.value.shape == made.mlp_norm.shape == (2,)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
-import numpy as np
 import pytest
 from plotly.graph_objects import Figure
 
@@ -137,47 +136,6 @@ def test_the_figures_shown_are_those_of_the_record(run):
     expected = [json.loads(drawn[probe][quantity].to_json()) for probe, quantity in FIGURES[run.name]]
     shown = [{key: one[key] for key in ("data", "layout")} for one in run.shown(PLOTLY)]
     assert [one for one in shown if one in expected] == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("run", ["entropy_axis_ablation"], indirect=True)
-def test_the_edit_of_one_s_own_agrees_with_what_the_experiment_measured(run):
-    plain = run.shown("text/plain")
-    assert "0.0" in plain, "an edit that changes nothing"
-    ((own, theirs),) = [ast.literal_eval(text) for text in plain if re.fullmatch(r"\([\d.e-]+, [\d.e-]+\)", text)]
-    assert own == pytest.approx(theirs, rel=1e-3) and own > 1e-3
-    (line,) = run.shown(PLOTLY)[0]["data"]
-    assert line["y"][-1] == own and len(line["y"]) == 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("run", ["dynamics"], indirect=True)
-def test_the_run_that_learns_settles_half_way_where_its_curves_do(run):
-    measured = Record.load(run.folder / "notebook-dynamics").results["drift"]
-    (told,) = [out["text"] for out in run.outputs if out.get("name") == "stdout" and out["text"].startswith("frame")]
-    for line in told.splitlines():
-        name, _, step = line.split()
-        curve, steps = measured.arrays[f"{name}_runs"][0], list(map(int, measured.ticks["step"]))
-        last = np.flatnonzero(curve > 0.5 * curve[0])[-1]
-        assert steps[last] - 1 <= int(step) <= steps[last + 1] + 1
-    frame = measured.arrays["frame_runs"]
-    assert measured.arrays["precision"][-1] < 0.2
-    assert (
-        frame[0, -2] < frame[0, 0] / 4 and frame[1, -2] > frame[1, 0] / 2
-    )  # the one on random targets has not settled
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("run", ["your_own"], indirect=True)
-def test_a_probe_of_one_s_own_passes_where_the_model_infers_and_nowhere_else(run):
-    (difference,) = [out["text"] for out in run.outputs if out.get("name") == "stdout" and "difference" in out["text"]]
-    assert float(difference.split()[-1]) < 1e-12, "the exact answer is Laplace's rule"
-    (exchanged,) = [out["text"] for out in run.outputs if out.get("name") == "stdout" and "exchanged" in out["text"]]
-    assert float(exchanged.split()[-1]) > 0.95
-    trained, untrained = (Record.load(run.folder / name).results["odds_line"] for name in SAVED["your_own"])
-    (own,), (other,) = trained.estimates, untrained.estimates
-    assert own.verdict == "holds" and own.value < 0.01 and other.verdict != "holds"
-    assert own.value == trained.arrays["missed"][-1] < trained.arrays["missed_null"][-1, 0]
 
 
 # ---- a record shows itself ------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from llmgeom.cli import main
 from llmgeom.errors import UserError
 from llmgeom.model.model import Model
 from llmgeom.probe import probe
-from llmgeom.probes.labels.probe import where
 from llmgeom.prompts.domains import Domain
 from llmgeom.record import Record
 from llmgeom.run import run_probes
@@ -30,17 +29,8 @@ def length(data):
     lengths = data.capture["residual"].norm(dim=-1).mean(1)
     return lengths[-1], line(y=lengths)
 '''
-WITHOUT_PROSE = """
-from llmgeom.probe import Needs
-from llmgeom.result import Measured, line
-
-NEEDS = Needs(frozenset({"residual"}))
 
 
-def measure(data):
-    lengths = data.capture["residual"].norm(dim=-1).mean(1)
-    return Measured.of("Lengths", line("lengths", lengths, "layer", "activation", "mean length"))
-"""
 FLAGS = ("--model", "pocket:pythia", "--domain", "math", "--n", "15", "--limit", "60", "--control-models", "2")
 
 
@@ -83,13 +73,6 @@ def test_the_number_has_the_jackknife_s_interval_and_the_same_number_of_every_co
     assert found.null_low <= found.null_high != found.value
 
 
-def test_a_result_without_prose_is_no_keyerror(tmp_path):
-    done = scan(tmp_path, WITHOUT_PROSE)
-    assert done.exit_code == 0, done.output
-    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
-    assert "No probe was run" not in page and "mean length" in page
-
-
 def test_several_functions_of_a_file_are_several_probes(tmp_path):
     more = '\n\n@probe("value")\ndef size(data):\n    return data.capture["value", -1].abs().mean()\n'
     (tmp_path / "mine.py").write_text(FILE + more)
@@ -109,19 +92,3 @@ def test_what_is_no_number_is_named(answer):
         Model.load("pocket:pythia", device="cpu"), Domain("math").sample(12, 0), {"odd": odd}, controls=0
     )
     assert "probe 'odd' returned" in record.unmeasured["odd"] and "expected a finite number" in record.unmeasured["odd"]
-
-
-@pytest.mark.parametrize(
-    ("low", "sentence"),
-    [
-        ([0.4, 0.7, 0.8, 0.9], "above every control's band from layer 11; best layer 12 (0.95)"),
-        ([0.7, 0.7, 0.8, 0.9], "above every control's band at every layer read; best layer 12 (0.95)"),
-        ([0.4, 0.7, 0.8, 0.1], "above every control's band in layers 11 to 12; best layer 12 (0.95)"),
-        ([0.4, 0.7, 0.1, 0.1], "above every control's band in layer 11; best layer 12 (0.95)"),
-        ([0.7, 0.1, 0.1, 0.9], "above every control's band in layers 10, 13; best layer 12 (0.95)"),
-        ([0.1, 0.1, 0.1, 0.1], "at no layer above every control's band; best layer 12 (0.95)"),
-    ],
-)
-def test_a_label_probe_says_where(low, sentence):
-    score, highest = np.array([0.6, 0.8, 0.95, 0.9]), np.full(4, 0.5)
-    assert where([10, 11, 12, 13], score, np.array(low), highest, 2) == sentence

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -45,6 +46,17 @@ def test_the_wheel_holds_every_file_of_the_source_and_no_other(wheel):
     kinds = ("py.typed", "claims/", "pocket/pythia/model.safetensors", "prompts/data/", "reports/page.js")
     for kind in kinds:
         assert any(kind in name for name in held), kind
+
+
+@pytest.mark.slow
+def test_an_editable_install_is_one_line_that_leads_to_the_source(tmp_path):
+    """Links at the top of the tree make it so: type checkers and editors follow it."""
+    held = package.contents(package.built(ROOT, "editable", tmp_path))
+    (path,) = (data.decode().split() for name, data in held.items() if name.endswith(".pth"))
+    assert path == [str(ROOT)] and not any(name.endswith(".py") for name in held)
+    code = "import llmgeom.probes, llmgeom.wind_tunnels, llmgeom.reports; print(llmgeom.probes.__file__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": path[0]}, capture_output=True)
+    assert Path(done.stdout.decode().strip()).resolve() == ROOT / "probes" / "__init__.py", done.stderr
 
 
 @pytest.mark.slow

@@ -1,6 +1,10 @@
 """Pocket models: the pipeline from grammar to stored folder, what it demands and what it refuses."""
 
 import json
+import re
+from dataclasses import asdict
+from functools import cache
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -8,11 +12,17 @@ import torch
 from safetensors import safe_open
 
 from llmgeom.errors import UserError
-from studies import evaluate, pocket
-from studies.evaluate import Demands, skill_by_count
-from studies.label_sequences import Evidence
-from studies.pocket import build
-from tests.pocket_models import examined
+from llmgeom.model import hub
+from llmgeom.model.model import Model
+from llmgeom.probes.evidence.answers import RESOLUTION
+from llmgeom.prompts import nonce
+from llmgeom.wind_tunnels import names
+from studies import corpus, evaluate, label_sequences, pocket, pocket_evidence
+from studies.evaluate import Demands, missed
+from studies.pocket import POCKETS, build
+from studies.pocket_evidence import PARENT, TAUGHT
+from studies.training_data import domains, examination, sha256
+from tests.pocket_models import examined, shared
 from tests.refusals import refused
 
 TINY = {
@@ -40,35 +50,6 @@ def tiny(tmp_path_factory, few_pairs):
     folder = tmp_path_factory.mktemp("pocket") / "pythia"
     card = build("pythia", folder, demands=ANYTHING, progress=lambda *args: seen.append(args), **TINY)
     return folder, card, seen
-
-
-# ---- the use of evidence --------------------------------------------------------------------------------------------
-
-
-def test_an_oracle_has_skill_1_and_the_best_constant_of_each_k_has_0():
-    batch = Evidence("is").sample(8 * 95, seed=0)
-    exact, k = batch.posterior.predictive[:, 0].numpy(), np.array(batch.columns["k"])
-    assert skill_by_count(exact, exact, k) == 1
-    mean = np.stack([np.log(np.exp(exact[k == one]).mean(0)) for one in k])
-    assert skill_by_count(exact, mean, k) == pytest.approx(0, abs=1e-12)
-    rng = np.random.default_rng(0)
-    for _ in range(20):  # no other constant does better, and the mean of ten with the answer does
-        p = np.clip(np.exp(mean[:, 0]) + rng.normal(0, 0.05, 9)[k], 0.01, 0.99)
-        assert skill_by_count(exact, np.log(np.stack([p, 1 - p], axis=1)), k) < 0
-    assert 0 < skill_by_count(exact, np.log((np.exp(exact) + 9 * np.exp(mean)) / 10), k) < 1
-
-
-@pytest.mark.slow
-def test_answers_are_those_of_one_prompt_at_a_time(tiny):
-    subject = evaluate.stored(tiny[0])
-    batch = Evidence("colon").sample(40, seed=0)
-    found, mass = evaluate.answers(subject, batch, at_once=7)
-    for i in range(0, 40, 7):
-        ids = torch.tensor([subject.tokenizer(batch.text[i])["input_ids"]])
-        p = subject.model(ids).logits[0, -1].double().softmax(-1)
-        two = p[[subject.tokenizer(f" {batch.columns[c][i]}")["input_ids"][0] for c in ("first", "second")]]
-        np.testing.assert_allclose(np.exp(found[i]), (two / two.sum()).detach().numpy(), rtol=1e-5)
-        assert np.exp(mass[i]) == pytest.approx(two.sum().item(), rel=1e-5)
 
 
 # ---- the pipeline ---------------------------------------------------------------------------------------------------
@@ -99,3 +80,140 @@ def test_what_cannot_be_built_is_refused_before_anything_is_trained(tmp_path, ca
         build("pythia", tmp_path / "new", steps=0)
     assert pocket.main(["pythia", "--out", str(tmp_path)]) == 1
     assert "not a pocket model" in capsys.readouterr().err
+
+
+# ---- the text
+
+
+def texts_of(rows):
+    return [row["text"] for row in rows]
+
+
+# ---- the text -------------------------------------------------------------------------------------------------------
+
+
+OBSERVED = re.compile(r"(?::| is) (\w+)")
+
+
+@pytest.mark.parametrize("informative", [True, False])
+def test_what_a_label_ought_to_be_is_bayes_rule_on_the_text_before_it(informative):
+    """Read off the decoded text by a regular expression; the prior of the share on a grid, or its two points."""
+    read = shared(40, 128, 1024, seed=0, at_once=3000, share=0.5, informative=informative)
+    ids = {label: read.tokenizer(f" {label}")["input_ids"][0] for label in nonce.LABELS}
+    priors = {":": np.array([0.9, 0.1]), " is": (np.arange(20_000) + 0.5) / 20_000}
+    places = 0
+    for row, labelled in enumerate(read.evidence.tolist()):
+        window, begun = read.windows[row].tolist(), 0
+        for t in range(len(window) - 1):
+            begun = t if window[t] == 0 else begun
+            before = read.tokenizer.decode([one for one in window[begun : t + 1] if one])
+            link = next((link for link in priors if before.endswith(link)), None)
+            labels = OBSERVED.findall(before) if labelled and link else []
+            is_label = labelled and window[t + 1] in ids.values()
+            assert read.targets.named[row, t] == (is_label and len(labels) < 2)
+            if not is_label or len(labels) < 2:
+                assert not read.targets.labels[row, t].any() and not read.targets.share[row, t].any()
+                continue
+            assert read.targets.labels[row, t].tolist() == [ids[label] for label in labels[:2]]
+            n1, n2 = (labels[2:].count(label) for label in labels[:2])
+            likelihood = priors[link] ** n1 * (1 - priors[link]) ** n2
+            first = (likelihood * priors[link]).sum() / likelihood.sum() if informative else 0.5
+            np.testing.assert_allclose(read.targets.share[row, t], [first, 1 - first], rtol=1e-5)
+            places += 1
+    assert places > 100
+
+
+def test_held_out_templates_are_examined_and_never_trained_on():
+    rows = examination(2, 1)
+    unseen = frozenset().union(*(corpus.held_out(domain) for domain in domains()))
+    assert {row["template"] for row in rows if row["set"] == "held-out"} == unseen
+    assert not unseen & {row["template"] for row in rows if row["set"] == "seen"}
+    training = frozenset(islice(corpus.texts(domains(), 0), 2000))
+    assert not training & {row["text"] for row in rows if row["set"] == "held-out"}
+    again = examination(2, 1, exclude=training)
+    assert not training & set(texts_of(again))
+
+
+# ---- what is shipped
+
+
+@pytest.fixture(scope="module", params=POCKETS)
+def shipped(request):
+    """A shipped folder and its card."""
+    return hub.POCKET / request.param, card_of(request.param)
+
+
+def test_what_is_shipped_can_be_rebuilt():
+    assert set(hub.pockets()) == {*POCKETS, *pocket_evidence.TAUGHT}
+
+
+def card_of(name):
+    return json.loads((hub.POCKET / name / "card.json").read_text())
+
+
+# The weights of every card are compared by their hash; that a card says what they do, with one model and format each.
+@pytest.mark.slow
+def test_the_shipped_losses_are_those_of_its_card():
+    folder, card = hub.POCKET / "pythia", card_of("pythia")
+    rows = examined(folder)
+    again = evaluate.losses(evaluate.stored(folder), rows)
+    for which in ("held-out", "seen"):
+        assert again[which]["model"] == pytest.approx(card["losses"][which]["model"], abs=1e-3)
+        assert again[which]["tokens"] == card["losses"][which]["tokens"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "name"), [*zip(("llama", "phi"), sorted(nonce.FORMATS), strict=True)])
+def test_the_shipped_skills_are_those_of_its_card(model, name, monkeypatch):
+    folder, card = hub.POCKET / model, card_of(model)
+    monkeypatch.setattr(nonce, "FORMATS", {name: nonce.FORMATS[name]})
+    again = evaluate.evidence(evaluate.stored(folder), card["spec"]["fillings"], sets=("held-out",))[name]["held-out"]
+    assert again["skill"] == pytest.approx(card["skills"][name]["held-out"]["skill"], abs=1e-3)
+    assert again["label_mass"] == pytest.approx(card["skills"][name]["held-out"]["label_mass"], abs=1e-3)
+    for form in card["skills"]:
+        assert abs(card["skills_at_step_0"][form]["held-out"]["skill"]) < 0.25
+
+
+def test_a_shipped_model_has_no_unsaid_miss(shipped):
+    folder, card = shipped
+    assert card["misses_of_the_usual_demands"] == missed(card, POCKETS[folder.name].demands)
+    assert not missed(card, Demands(**card["demands"]))
+    for miss in card["misses_of_the_usual_demands"]:
+        assert miss in (folder / "card.md").read_text()
+
+
+def test_step_0_of_a_shipped_model_is_where_its_training_began(shipped):
+    folder, card = shipped
+    began = Model.of(pocket.Pocket(**card["spec"]).start()).weight_hash
+    assert began == card["weights"]["start"]
+    assert Model.load(f"pocket:{folder.name}@step0", device="cpu", offline=True).weight_hash == began
+
+
+@cache
+def beginnings(seed, told):
+    streams = {"corpus": corpus.texts(domains(), seed), "evidence": label_sequences.sequences(seed, told)}
+    return {name: sha256(list(islice(stream, 1000))) for name, stream in streams.items()}
+
+
+def test_the_streams_still_say_what_a_shipped_model_was_trained_on(shipped):
+    _, card = shipped
+    seed, told = card["spec"]["text_seed"], card["spec"]["informative"]
+    for name, now in beginnings(seed, told).items():
+        assert now == card[name]["sha256_of_first_1000"], f"the {name} changed; rebuild: {card['command']}"
+
+
+# ---- models taught on lists ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TAUGHT)
+def test_its_card_is_of_the_stored_weights_and_the_claims_hold(name):
+    subject, folder, card = Model.load(f"pocket:{name}"), hub.POCKET / name, card_of(name)
+    assert card["weights"]["stored"] == subject.weight_hash and card["parameters"] == subject.facts["parameters"]
+    assert card["weights"]["parent"] == Model.load(f"pocket:{PARENT}").weight_hash
+    assert all(card["evidence"][process][RESOLUTION]["word"] == "holds" for process in TAUGHT[name].holds)
+    assert {*card["evidence"]} <= {*names(text=True)}
+    assert (folder / "model.safetensors").stat().st_size < 2.1e6
+    # JSON has lists where a course has tuples.
+    assert json.loads(json.dumps([asdict(course) for course in TAUGHT[name].courses])) == card["courses"]
+    assert (folder / "tokenizer.json").read_bytes() == (hub.POCKET / PARENT / "tokenizer.json").read_bytes()
+    assert (folder / "card.md").read_text() == pocket_evidence.page(card)

@@ -7,7 +7,7 @@ import pytest
 
 from llmgeom.batch import Batch, Text
 from llmgeom.errors import UserError
-from llmgeom.prompts.pool import as_diverse, candidates, plain, stratify
+from llmgeom.prompts.pool import as_diverse, plain, stratify
 from tests.refusals import refused
 
 POOL = Batch(Text(tuple(f"prompt {i}" for i in range(300))), tuple(f"t{i // 3}" for i in range(300)), {"name": "pool"})
@@ -47,15 +47,6 @@ def test_too_large_a_sample_is_refused_with_what_the_bin_gives():
         stratify(few, ENTROPY[:30], 30)
     with refused(UserError, "--n 25", 20, 2):
         plain(few, 25)
-
-
-@pytest.mark.parametrize(
-    ("n", "limit", "expected"),
-    [(None, None, 300), (20, None, 300), (75, None, 300), (76, None, 304), (150, None, 600), (300, None, 1000),
-     (75, 30, 30), (75, 1200, 1200), (1100, None, 1100)],
-)  # fmt: skip
-def test_four_candidates_for_each_prompt_from_300_to_1000_or_as_many_as_asked_for(n, limit, expected):
-    assert candidates(n, limit) == expected
 
 
 LARGE = Batch(Text(tuple(f"prompt {i}" for i in range(1000))), tuple(f"t{i // 4}" for i in range(1000)), {"name": "l"})

@@ -21,11 +21,6 @@ def test_every_probe_has_needs_and_measures():
         assert (module.NEEDS.sites or module.NEEDS.observers) and callable(module.measure)
 
 
-def test_every_probe_has_a_test_file_of_its_own():
-    for name in names():
-        assert (Path(__file__).parent / f"test_{name}.py").exists(), name
-
-
 def test_an_unknown_probe_gets_a_suggestion():
     with refused(UserError, "value_manifolds", "value_manifold", "attention_focus"):
         known(["value_manifolds"])
@@ -54,7 +49,11 @@ def measure(view):
     arrays = {**line("length", lengths, "layer", "units", "mean length"), "parameters": parameters}
     return Measured.of("Lengths of values", arrays, __name__)
 '''
+
+
 SECTIONS = ("Meaning", "Computed", "Null", "Failure modes")
+
+
 PROSE = "# Lengths of values\n\n" + "\n".join(f"## {name}\n\nProse of {name}.\n" for name in SECTIONS)
 
 
@@ -76,16 +75,7 @@ def test_a_file_that_is_there_is_listed_priced_run_drawn_and_exported(tmp_path, 
     ]
     scan = [
         "scan",
-        "--offline",
-        "--domain",
-        "math",
-        "--limit",
-        "60",
-        "--n",
-        "20",
-        "--control-models",
-        "2",
-        "--out",
+        *["--offline", "--domain", "math", "--limit", "60", "--n", "20", "--control-models", "2", "--out"],
         str(out),
     ]
     plan = json.loads(llmgeom(*scan, "--dry-run", "--json", "--probes", "value_length"))

@@ -20,10 +20,9 @@ from llmgeom.probes.evidence.answers import Controls
 from llmgeom.probes.evidence.predictions import LabelPredictions, label_ids, label_words
 from llmgeom.prompts import text as in_text
 from llmgeom.record import Record
-from llmgeom.result import SENTENCE, Estimate
+from llmgeom.result import Estimate
 from llmgeom.stats import weighing
 from llmgeom.wind_tunnels import load_world, names
-from studies import answerers
 from tests.refusals import refused
 
 
@@ -88,15 +87,6 @@ def test_planted_slope_bias_and_noise_come_back(slope, bias):
     assert h[answers.LOSS].value == pytest.approx(h[answers.DIVERGENCE].value - result.observer.value[1])
 
 
-def test_an_over_confident_answerer_uses_the_evidence_and_weighs_it_too_much():
-    _, result = measured("two-point", scaled(2.5, noise=0.5))
-    h = found(result)
-    assert h[answers.RESOLUTION].verdict == "holds" and h[answers.RESOLUTION].value > 0.9
-    assert h[answers.WEIGHT].verdict == "ruled out" and h[answers.WEIGHT].value == pytest.approx(2.5, abs=0.1)
-    assert h[answers.LOSS].verdict == "ruled out"
-    assert "weighs evidence 2.5 times too much" in result.facts[SENTENCE]
-
-
 @pytest.mark.parametrize("slope", [-1.0, 0.0])
 def test_answers_against_or_without_the_evidence_do_not_use_it(slope):
     """A recalibration may not turn answers round: those against the evidence are no better than even ones."""
@@ -128,16 +118,6 @@ def test_recalibration_is_logistic_regression_on_the_other_clusters():
         rows, label = np.concatenate([x[train], x[train]]), np.repeat([1, 0], train.sum())
         fit.fit(rows, label, np.concatenate([p[train], 1 - p[train]]))
         np.testing.assert_allclose(np.exp(got[test, 0]), fit.predict_proba(x[test])[:, 1], atol=2e-3)
-
-
-@pytest.mark.parametrize(
-    "name", ["Bayes", "over-confident", "under-confident", "biased", "noisy", "forgets", "counts", "even"]
-)
-def test_simulated_answerers_are_told_apart(name):
-    """One data set of two-point each; `python -m studies.answerers` has all processes and 20 data sets."""
-    batch = in_text.sample(load_world("two-point", text=True), 50, 0)
-    called = {"over-confident": "too steep", "under-confident": "too flat", "even": "ignores the evidence"}
-    assert answerers.kind(answers.measure_answers(batch, answerers.answered(name, batch, 0))) == called.get(name, name)
 
 
 def test_divergence_is_that_of_the_formula_written_out():
@@ -215,16 +195,6 @@ def test_the_probabilities_are_those_that_the_model_gives(run):
     values = {estimate.name: estimate.value for estimate in result.estimates}
     assert values[answers.DIVERGENCE] == pytest.approx(np.mean(lost), rel=1e-4)
     assert values[answers.MASS] == pytest.approx(np.mean(mass), rel=1e-4)
-
-
-def test_several_processes_make_a_record_each_and_one_page(run):
-    folder, printed = run
-    assert (folder / "report.html").is_file() and printed["report"] == str(folder / "report.html")
-    record = Record.load(folder / "two-point")
-    assert answers.PROCESS in record.results and "sula_belief" in record.results
-    assert record.source["kind"] == "process" and record.source["name"] == "two-point"
-    # An exact probability of 0 has no log odds: said, not passed over.
-    assert "log odds" in Record.load(folder / "recall-values-3").unmeasured["sula_belief"]
 
 
 def test_several_processes_make_a_profile_and_a_table(run):

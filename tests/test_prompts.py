@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from random import Random
 
 import pandas as pd
 import pytest
@@ -15,8 +14,8 @@ import pytest
 import llmgeom
 from llmgeom.batch import Batch
 from llmgeom.prompts import files, overlap
-from llmgeom.prompts.domains import PER_TEMPLATE, Domain, known, members
-from llmgeom.prompts.grammar import cuts, fill, templates
+from llmgeom.prompts.domains import Domain, known, members
+from llmgeom.prompts.grammar import templates
 from llmgeom.provenance import caveats, filled_templates, shared_words
 from studies import corpus
 from tests.source import ROOT
@@ -99,17 +98,6 @@ def test_overlap_in_cases_one_can_do_by_hand():
     assert overlap.overlap("a b c", "a b c d e f") == 1
     assert overlap.overlap("a b c d e", "x b c d y") == pytest.approx(1 / 3)
     assert overlap.overlap("one two", "one three") == 0
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_every_template_alone_gives_what_size_promises(name):
-    for template, seed in itertools.product(templates(name), range(3)):
-        rng, distinct, got = Random(f"alone/{seed}"), overlap.Distinct(), 0
-        for i in range(60 * PER_TEMPLATE):
-            got += distinct.add(fill(template, rng).prompt((seed + i) % cuts(template)))
-            if got == PER_TEMPLATE:
-                break
-        assert got == PER_TEMPLATE, template.id
 
 
 def test_the_same_seed_gives_the_same_prompts_whatever_the_global_generator_and_hash_seed():

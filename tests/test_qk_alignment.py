@@ -69,9 +69,6 @@ def heads(result) -> dict:
     return {h.name: h for h in result.estimates}
 
 
-# ---- attention on bearing positions ----------------------------------------------------------------------------------
-
-
 def test_even_attention_has_no_excess_whatever_the_first_position_and_the_query_itself_take():
     batch = RECALL.sample(40, 0)
     sink = even(RECALL, 40)
@@ -150,18 +147,6 @@ def test_where_the_same_places_bear_everywhere_the_headline_says_so():
     assert found[CHANGE + PLACES].claim and not found[LAST + PLACES].claim
     assert "the same positions bear in every sequence" in result.notes[-1]
     np.testing.assert_allclose(result["content"], 0, atol=1e-9)
-
-
-def test_a_window_s_even_attention_has_no_excess_either():
-    task = load_world("bijection")
-    batch, rows = task.sample(30, 4), even(task, 30, window=4)
-    untrained = [[even(task, 30), rows]] * 20
-    result = measured(task, batch, [even(task, 30), rows], untrained=untrained)
-    np.testing.assert_allclose(result["excess"], 0, atol=1e-6)
-    rows = noisy(task, 30, np.random.default_rng(0)) * (rows > 0)
-    assert measured(task, batch, [rows], untrained=[[rows]] * 20)["excess"][0, 1] == pytest.approx(
-        by_hand(batch, rows, 1, back=3), abs=1e-6
-    )
 
 
 def test_a_task_without_contrast_is_refused_and_one_layer_has_no_change():

@@ -135,17 +135,6 @@ def test_a_pipe_or_a_device_is_not_replaced_by_a_file(tmp_path):
     assert (tmp_path / "pipe").is_fifo() and (tmp_path / "link").is_symlink()
 
 
-def test_a_file_appears_by_rename_so_that_no_reader_sees_half_of_it(tmp_path, monkeypatch):
-    path = tmp_path / "x.json"
-    write_whole(path, b"old")
-    seen = []
-    rename = os.replace
-    monkeypatch.setattr(os, "replace", lambda a, b: (seen.append((path.read_bytes(), a.read_bytes())), rename(a, b))[1])
-    write_whole(path, b"new")
-    assert seen == [(b"old", b"new")]
-    assert path.read_bytes() == b"new"
-
-
 def test_a_folder_with_several_records_is_read_as_the_command_printed_it(tmp_path):
     second, first = record(source={"name": "math"}), record(source={"name": "mixed"})
     first.save(tmp_path / "mixed")

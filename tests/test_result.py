@@ -18,22 +18,9 @@ class Toy(Base):
     whole: float = quantity("", "bits", "a number")
 
 
-@dataclass(frozen=True)
-class Restated(Toy):
-    estimates: tuple
-    warnings: tuple = ("loud",)
-
-
 def head(**changes):
     base = dict(unit="bits", low=0.5, high=1.5, null_low=0.0, null_high=0.2, null="untrained", p=0.01, n=10, clusters=5)
     return made(**{"name": "x", "value": 1.0, **base, **changes})
-
-
-def test_a_field_of_the_base_that_is_declared_again_is_given_by_name_with_its_own_default():
-    restated = Restated(np.zeros(2), np.zeros((2, 3)), 1.0, estimates=())
-    assert restated.warnings == ("loud",) and restated.notes == () and restated.ticks == {}
-    with pytest.raises(TypeError, match="estimates"):
-        Restated(np.zeros(2), np.zeros((2, 3)), 1.0)
 
 
 def test_a_field_with_the_wrong_number_of_axes_names_shape_and_axes():
@@ -57,15 +44,6 @@ def test_no_nan_travels_in_an_array():
 def test_no_nan_travels_in_a_headline(name):
     with refused(ValueError, name.removeprefix("null_"), "nan"):
         head(**{name: float("nan")})
-
-
-def test_lowering_keeps_every_declaration_and_array():
-    lowered = Toy(curve=np.arange(2.0), heat=np.ones((2, 3)), whole=2.0, estimates=(head(),)).lowered()
-    assert list(lowered.quantities) == ["curve", "heat", "whole"]
-    assert lowered.quantities["heat"].axes == ("layer", "head")
-    assert lowered.quantities["heat"].unit == "bits"
-    np.testing.assert_array_equal(lowered.arrays["curve"], [0.0, 1.0])
-    assert lowered.estimates[0].value == 1.0
 
 
 def test_parts_of_a_section_keep_the_names_along_their_axes():

@@ -15,7 +15,7 @@ from llmgeom.model import controls, running
 from llmgeom.model.capture import Site
 from llmgeom.model.model import Model
 from llmgeom.model.passes import Observer
-from llmgeom.plan import MAIN, Plan
+from llmgeom.plan import MAIN
 from llmgeom.probe import NO_CONTEXT, PERMUTED, UNTRAINED, Needs, ProbeInput, probe
 from llmgeom.probes import known
 from llmgeom.run import run_probes
@@ -195,12 +195,3 @@ def test_a_file_that_is_no_probe_is_refused_with_its_name(tmp_path, text, what):
     path.write_text(text)
     with pytest.raises(probes.UserError, match=what):
         probes.known([str(path)])
-
-
-def test_the_plan_is_what_is_read(pythia, passed):
-    needs, controls = Needs(frozenset({Site.VALUE}), samples=frozenset({"a"})), 2
-    batch, samples = texts(*range(10)), {"a": texts(20, 21, 3)}
-    plan = Plan.of(pythia, batch, {"one": probe(needs)(values)}, controls, 0, samples=samples, whole=False)
-    planned = sum(int(work.tokens.lengths.sum()) for _, _, work in plan.every())
-    run_probes(pythia, batch, {"one": probe(needs)(values)}, samples=samples, controls=controls)
-    assert sum(len(ids) * n for (_, ids), n in passed.items()) == planned

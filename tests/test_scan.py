@@ -13,17 +13,19 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from llmgeom.batch import Batch, Tokens
 from llmgeom.commands.scan import RunConfig, perform as perform_scan, prepare
 from llmgeom.errors import Unavailable
-from llmgeom.model import hub, running
+from llmgeom.model import hub
 from llmgeom.model.capture import Site
 from llmgeom.model.model import Model
 from llmgeom.model.tokenizing import shuffle
-from llmgeom.probe import MATCHED, NO_CONTEXT, UNTRAINED, Needs
+from llmgeom.probe import NO_CONTEXT, Needs
 from llmgeom.probes.value_manifold import unequal
-from llmgeom.progress import shown, tell
+from llmgeom.progress import shown
 from llmgeom.result import Figure, Result as Base, quantity
 from llmgeom.run import run_probes
 
 N = 30
+
+
 SHAPE = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -121,19 +123,6 @@ def test_nulls_nobody_needs_are_not_run(subject, batch):
     assert stages == [("prompts", 1, 1), ("measuring seen", 0, 1), ("measuring seen", 1, 1)]
 
 
-def test_a_probes_own_passes_are_told_for_the_model_and_not_for_each_control(subject, batch):
-    stages = []
-
-    def examine(model, captures):
-        tell("patches", 1, 1)
-        return {"ends": np.zeros(2)}
-
-    edited = probe(lambda v: Seen(mean=np.zeros(2)), controls={UNTRAINED}, examine=examine)
-    with shown(lambda *told: stages.append(told[0])):
-        run_probes(subject, batch, {"edited": edited}, controls=3)
-    assert (stages.count("patches"), stages.count("untrained controls")) == (1, 3)
-
-
 def test_what_could_overturn_a_verdict_is_said(subject, batch):
     few = run_probes(subject, batch, {}, controls=1)
     assert "only 1 draw of each control, too few to know how much they vary: take 8 or more" in few.warnings
@@ -143,19 +132,6 @@ def test_what_could_overturn_a_verdict_is_said(subject, batch):
     (said,) = unequal(sizes.cluster)
     assert said.startswith("80% of the prompts are in templates of a size that no other has")
     assert unequal(batch.cluster) == []
-
-
-def test_an_inactive_window_is_said():
-    from transformers import MistralConfig
-
-    config = MistralConfig(**SHAPE, sliding_window=20)
-    subject = Model.of(AutoModelForCausalLM.from_config(config), None, "windowed")
-    tokens = Tokens(torch.ones(4, 9, dtype=torch.int64), torch.full((4,), 9))
-    record = run_probes(subject, Batch(tokens, tuple("abcd"), {"name": "ones"}), {}, controls=20)
-    assert "window inactive: the longest prompt has 9 tokens, the sliding window 20" in record.warnings
-
-
-# ---- what a probe may ask for beside the capture ---------------------------------------------------------------------
 
 
 def other(seed: int, n: int = 12) -> Batch:
@@ -187,18 +163,6 @@ def test_a_reading_is_taken_of_the_subject_and_of_every_twin_and_given_to_its_pr
     assert views["neither"].observations is None and views["neither"].control_observations == ()
 
 
-def test_a_reading_that_is_refused_is_a_row_and_the_other_probes_are_measured(subject, batch):
-    def read(who, captures):
-        raise Unavailable("W_K cannot be read")
-
-    probes = {
-        "reads": probe(lambda v: Seen(mean=np.zeros(2)), examine=read),
-        "plain": probe(lambda v: Seen(mean=np.ones(2))),
-    }
-    record = run_probes(subject, batch, probes, controls=2)
-    assert record.unmeasured == {"reads": "W_K cannot be read"} and set(record.results) == {"plain"}
-
-
 def test_a_site_that_the_model_cannot_give_is_a_row_and_is_not_captured(subject, batch):
     why = "not compared: the family hides them"
     told = replace(subject, facts={**subject.facts, "self_check": {"writes": why}})
@@ -214,31 +178,6 @@ def test_a_site_that_the_model_cannot_give_is_a_row_and_is_not_captured(subject,
     # The page shows the attention of every prompt.
     assert captured == [{Site.VALUE, Site.ENTROPY, Site.LIKELY, "attention rows.weights"}]
     assert set(record.results) == {"values"}
-
-
-@pytest.mark.parametrize("where", ["untrained controls", "shuffled"])
-def test_memory_that_ran_out_in_any_pass_is_told_once(subject, batch, monkeypatch, where):
-    whole, passed = running.one_pass, []
-
-    def scarce(self, work, members):
-        control, shuffled = (
-            self.facts.get("untrained") is not None,
-            not torch.equal(work.tokens.data, batch.tokens.data),
-        )
-        passed.append((control, shuffled, len(members)))
-        if {"untrained controls": control, "shuffled": shuffled}[where] and len(members) == N:
-            raise torch.OutOfMemoryError("no memory")
-        return whole(self, work, members)
-
-    monkeypatch.setattr(running, "one_pass", scarce)
-    record = run_probes(
-        subject, batch, {"seen": probe(lambda view: Seen(mean=np.zeros(2)))}, controls=3, batch_tokens=10**6
-    )
-    assert passed.count((where == "untrained controls", where == "shuffled", N)) == 3
-    assert [w for w in record.warnings if "memory" in w] == [f"out of memory: a batch of {N} prompts was run in halves"]
-
-
-# ---- from a request to records ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -278,41 +217,6 @@ def test_a_domain_is_compared_with_mixed_prompts_and_mixed_prompts_say_why_they_
     assert not any(h.name.startswith("gain in") for h in mixed.results["value_manifold"].estimates)
     focus = {h.name for h in math.results["attention_focus"].estimates}
     assert focus == {"focusing", "focusing without the first token", "weight on the first token"}
-
-
-def second(folder, *, n: int, limit: int, **options):
-    """Batch, second samples and notes for a probe that wants them all."""
-    every = ("value_manifold",)
-    asked = RunConfig(model=folder, domains=("math",), probes=every, n=n, limit=limit, seed=3, **options)
-    plan = prepare(asked, write=False)
-    subject = plan.settings.load()
-    planned = plan.plan(subject, "math")
-    return subject, planned.batch, planned.inputs, planned.notes
-
-
-def test_the_mixed_prompts_come_from_the_pool_of_a_scan_of_mixed_prompts(folder):
-    subject, batch, samples, notes = second(folder, n=30, limit=150)
-    assert set(samples) == {"", MATCHED} and notes == [] and len(samples[MATCHED]) == 30 == len(batch)
-    assert samples[MATCHED].source["name"] == "mixed"
-    pool = prepare(RunConfig(domains=("mixed",), n=30, limit=150, seed=3), write=False).pools["mixed"]
-    assert {subject.tokenizer.decode(ids) for ids in samples[MATCHED].tokens.real} <= set(pool.text)
-    assert not {text.split("-")[0] for text in samples[MATCHED].cluster} & {"math"}
-    ids = [subject.tokenizer(text)["input_ids"] for text in batch.text]
-    counts = [len({t for row in ids for t in row}), len({row[-1] for row in ids}), len(set(batch.cluster))]
-    assert samples[MATCHED].source["as_diverse"]["wanted"] == counts
-
-
-def test_candidates_longer_than_the_model_s_positions_are_left_out_and_said_so(folder):
-    asked = RunConfig(model=folder, domains=("math",), probes=(), n=30, limit=150, seed=3)
-    plan = prepare(asked, write=False)
-    subject = plan.settings.load()
-    lengths = subject.tokens(plan.pools["math"]).lengths
-    limit = int(lengths.sort().values[-4])
-    short = replace(subject, facts={**subject.facts, "positions": limit})
-    planned = plan.plan(short, "math")
-    batch, notes = planned.batch, planned.notes
-    assert notes == [f"{(lengths > limit).sum()} of 150 prompts of the pool have more than {limit} tokens: left out"]
-    assert short.tokens(batch).lengths.max() <= limit < lengths.max()
 
 
 def test_documents_of_a_folder_are_scanned_stratified(folder, tmp_path):

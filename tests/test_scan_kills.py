@@ -12,7 +12,6 @@ import collections
 import functools
 import json
 import os
-import random
 import secrets
 import signal
 import subprocess
@@ -77,14 +76,6 @@ def test_killed_at_named_places_and_at_one_that_is_not_foreseen(tmp_path):
     passed = survived(tmp_path, [*NAMED, f"any:{n}"])
     assert set(passed) == set(PLACES), "each place is passed"
     assert sum(passed.values()) >= EVENTS
-
-
-@pytest.mark.soak
-def test_killed_at_thirty_random_places(tmp_path):
-    seed = secrets.randbelow(10**6)
-    print(f"seed {seed}")
-    draw = random.Random(seed)
-    survived(tmp_path, [f"any:{draw.randint(1, EVENTS)}" for _ in range(30)])
 
 
 # ---- scans that kill themselves -------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from llmgeom.probes.evidence.belief import LabelCoordinates, Read, measure_belie
 from llmgeom.probes.evidence.coordinates import HIDDEN, Coordinates, hidden
 from llmgeom.probes.evidence.depths import Ridge
 from llmgeom.prompts import text as in_text
-from llmgeom.stats.shared_line import blocks
 from llmgeom.wind_tunnels import load_world
 from tests.refusals import refused
 
@@ -100,29 +99,6 @@ def test_state_and_chain_are_read_where_they_are(hmm, where):
     assert (found.chain.value.min() > 0.5) == (where == "one direction")
     assert where == "one direction" or found.chain.value.max() < 0.25
     assert found.chain_shuffled.max() < 0.2 and found.chain.null.max() < 0.2
-
-
-@pytest.mark.parametrize(("spec", "still"), [("stays=0.9,0.1,0.5,weights=1,1,0", "3"), ("weights=1,0", "1, 2")])
-def test_a_chain_that_cannot_be_is_left_out_and_named(spec, still):
-    """A chain without prior weight has the probability 0 in every prompt; the others are read as without it."""
-    batch = in_text.sample(load_world(f"hmm-mixture:{spec}", text=True), 60, 0, ks=(4, 8))
-    state, chain = hidden(batch)
-    own = planted(batch, 4 * (state - 0.5), more=2 * (chain[:, :1] - 0.5) * np.ones(WIDTH))
-    found = measure_simplex(batch, [own, *strangers(batch, 2)], 0)
-    assert found.state.value.min() > 0.5 and f"chain {still} hardly varies" in found.notes[1]
-    if len(still) > 1:
-        assert found.chain is None and f"chain {still} hardly varies" in found.unmeasured[HIDDEN]
-    else:
-        read = Ridge(chain[:, :1] - _mean_at(chain[:, :1], batch.columns["k"]), *_folds(batch)).r2(own.stream[0])
-        assert found.chain.value == pytest.approx([read, read]) and HIDDEN not in found.unmeasured and read > 0.5
-
-
-def _mean_at(values, k):
-    return np.array([values[np.array(k) == number].mean(0) for number in k])
-
-
-def _folds(batch):
-    return np.array(batch.columns["k"]), blocks([np.array(batch.cluster)], 0)[:, 0]
 
 
 def test_ridge_is_that_of_scikit_learn_and_an_order_of_its_own_rows_changes_nothing():

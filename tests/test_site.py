@@ -62,14 +62,6 @@ def test_numbers_and_outputs_of_pages_are_the_stored_ones(results):
     assert marks >= 15
 
 
-def test_every_table_of_a_study_stands_on_a_page_and_in_no_other_form(results):
-    pages = "".join(path.read_text(encoding="utf-8") for path in results.pages())
-    for name, made in results.TABLES.items():
-        lines = made()
-        assert pages.count(f"<!-- table {name} -->") == pages.count(lines[0]) == 1
-        assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
-
-
 def test_every_stored_result_is_that_of_its_command(results):
     for path in results.STORE.glob("*.json"):
         assert results.stored(path.stem)["command"] == results.COMMANDS[path.stem], f"{path.stem}: make docs-numbers"

@@ -15,7 +15,6 @@ from llmgeom.dynamics.trajectories import over_training
 from llmgeom.record import Record
 from llmgeom.reports.figures import draw
 from llmgeom.reports.steps import steps_page
-from llmgeom.reports.table import rows
 from tests.pages import HOSTILE, Tree, shape, synthetic
 from tests.test_page_browser import chromium, unfold, until, violations  # noqa: F401  (a fixture)
 
@@ -63,24 +62,6 @@ def test_every_figure_of_every_snapshot_is_in_the_page():
     assert len({steps[str(s)]["figures"][i]["caption"] for s in (0, 4, 64) for i in steps["0"]["figures"]}) == 4
     last = json.loads(tree.scripts["data"])
     assert {f["id"] for f in last["figures"]} >= set(steps["64"]["figures"])
-
-
-def test_the_verdicts_of_every_step_are_plain_html_and_the_last_one_s_are_shown():
-    made = snapshots()
-    html = steps_page(whole(made), made)
-    bodies = [a for tag, a in Tree(html).elements if tag == "tbody" and "data-step" in a]
-    assert [a["data-step"] for a in bodies] == [str(s) for s in STEPS] * 2  # two probes
-    assert ["hidden" in a for a in bodies] == [True, True, True, False] * 2
-    text = Tree(html).text
-    for step, record in made.items():
-        for row in rows([record]):
-            if row.probe in ("focus", "manifold"):
-                assert (row.why if row.verdict == "not measured" else row.value) in text, (step, row)
-    assert "not measured, because it had no heads" in text
-    assert "a run on mixed, over training" in text
-    slider = next(a for tag, a in Tree(html).elements if tag == "input")
-    assert slider["type"] == "range" and slider["max"] == slider["value"] == "3"
-    assert json.loads(slider["data-steps"]) == list(STEPS)
 
 
 def test_it_is_the_same_for_equal_records_and_reaches_for_nothing(tmp_path):
@@ -168,43 +149,6 @@ def test_the_slider_moves_by_key_and_the_step_stands_in_the_address(chromium, tm
         assert table.locator("tbody tr").first.locator("td").all_text_contents() == view.evaluate(
             "snapshots[0].figures[document.querySelector('figure.whole .plot').id].numbers[1]"
         )
-
-
-@pytest.mark.browser
-def test_the_address_sets_the_slider_and_other_hashes_do_not(chromium, tmp_path):  # noqa: F811
-    with opened(chromium, tmp_path / "page.html", snapshots(), "#step=4") as view:
-        assert view.locator("#step").input_value() == "1"
-        curve = view.locator(".curves .plot").first
-        curve.scroll_into_view_if_needed()
-        until(view, "!stale.has(document.querySelector('.curves .plot').id)")
-        assert view.evaluate("document.querySelector('.curves .plot').layout.shapes.map(s => s.x0)") == [1]
-        for other in ("#verdicts", "#step=5", "#"):
-            view.evaluate(f"location.hash = '{other}'")
-            assert view.locator("#step").input_value() == "1"
-        view.evaluate("location.hash = '#step=0'")
-        until(view, "document.getElementById('step').value === '0'")
-        # A colour that was chosen stays while the slider moves.
-        view.locator("figure.whole select").select_option("domain")
-        view.locator("#step").focus()
-        view.keyboard.press("End")
-        view.wait_for_url("**#colour=domain&step=64")
-        view.locator("figure.whole").scroll_into_view_if_needed()
-        until(view, "!stale.has(document.querySelector('figure.whole .plot').id)")
-        assert view.evaluate("document.querySelector('figure.whole .plot').data.length") == 3
-        # So does a prompt, of which the panel says what the step's model said, and the layer.
-        view.evaluate("location.hash = '#prompt=0.3&layer=2&step=0'")
-        until(view, "document.getElementById('said').textContent === 'prompt 3, pinned'")
-        view.locator("#step").focus()
-        view.keyboard.press("End")
-        view.wait_for_url("**#layer=2&prompt=0.3&step=64")
-        entropy = snapshots()[64].prompts["entropy"][3]
-        assert f"entropy [bits]\n{entropy:.6g}" in view.locator("#panel").inner_text()
-        until(view, "!stale.has(document.querySelector('figure.whole .plot').id)")
-        drawn = view.evaluate("document.querySelector('figure.whole .plot').data[0].x")
-        every = snapshots()[64].results["manifold"].arrays["every"]
-        assert drawn == pytest.approx(every[2][:, 0], rel=1e-5)
-        cells = view.locator("figure.whole details tbody tr").nth(3).locator("td").all_text_contents()
-        assert [float(c) for c in cells] == pytest.approx([3, *every[2][3, :2]], rel=1e-3)
 
 
 @pytest.mark.browser

@@ -112,19 +112,21 @@ def test_what_must_be_light_loads_no_heavy_package(code, absent):
     assert run.stdout.split("HEAVY")[-1].strip() == ""
 
 
-@pytest.mark.parametrize(
-    ("name", "ours", "theirs"),
-    [
-        ("OMP_WAIT_POLICY", "passive", "active"),
-        ("OPENBLAS_NUM_THREADS", "1", "2"),
-        ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64", "100"),
-        ("LRU_CACHE_CAPACITY", "64", "100"),
-    ],
-)
-def test_threads_and_caches_are_set_before_they_are_made_unless_the_user_decides(name, ours, theirs):
+SETTINGS = {
+    "OMP_WAIT_POLICY": ("passive", "active"),
+    "OPENBLAS_NUM_THREADS": ("1", "2"),
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": ("64", "100"),
+    "LRU_CACHE_CAPACITY": ("64", "100"),
+}
+
+
+@pytest.mark.parametrize("whose", [0, 1], ids=["ours", "the user's"])
+def test_threads_and_caches_are_set_before_they_are_made_unless_the_user_decides(whose):
     """`import llmgeom`, which every entry point does first, sets them before torch or numpy reads them."""
-    code = f"import os, sys, llmgeom; print(os.environ['{name}'], *{{'torch', 'numpy'}} & {{*sys.modules}})"
-    without = {key: value for key, value in os.environ.items() if key != name}
-    for env, expected in ((without, ours), (without | {name: theirs}, theirs)):
-        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
-        assert run.stdout.split() == [expected]
+    code = (
+        f"import os, sys, llmgeom; print(*map(os.environ.get, {[*SETTINGS]}), *{{'torch', 'numpy'}} & {{*sys.modules}})"
+    )
+    env = {key: value for key, value in os.environ.items() if key not in SETTINGS}
+    env |= {name: given[1] for name, given in SETTINGS.items()} if whose else {}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+    assert run.stdout.split() == [given[whose] for given in SETTINGS.values()]

@@ -48,19 +48,6 @@ def test_cells_run_in_processes_and_a_finished_one_is_not_run_again(tmp_path, mo
     assert found["a/seed0"]["kl"] != found["a/seed1"]["kl"]
 
 
-def test_a_cell_that_is_refused_does_not_end_the_others(tmp_path, monkeypatch):
-    monkeypatch.setattr(processes, "ProcessPoolExecutor", InProcess)
-    cells = {
-        "good": Training("coin:steps=3", arch="mlp", **TINY),
-        "bad": Training("coin:steps=3", arch="gqa", **TINY | {"width": 9}),
-    }
-    found = sweep.sweep(cells, tmp_path, 20)
-    assert "kl" in found["good"] and "width 9 does not go with 1 heads" in found["bad"]["refused"]
-
-    again = sweep.sweep(cells | {"bad": cells["good"]}, tmp_path, 20)
-    assert "kl" in again["bad"]  # a refusal does not stop the next run
-
-
 @pytest.mark.slow
 def test_no_worker_outlives_a_run_that_was_killed(tmp_path):
     code = f"""

@@ -1,7 +1,5 @@
 """Metrics of entropy use the exact entropy within position, are refused where it does not vary, and need context."""
 
-from itertools import product
-
 import numpy as np
 import pytest
 import torch
@@ -13,12 +11,10 @@ from llmgeom.model.model import Model
 from llmgeom.probes import known
 from llmgeom.probes.shared import representation_geometry
 from llmgeom.probes.shared.representation_geometry import R2, RHO, Axis
-from llmgeom.probes.shared.targets import Constant, Target, centred
+from llmgeom.probes.shared.targets import Constant, Target
 from llmgeom.prompts import pool as pools
 from llmgeom.prompts.domains import Domain
 from llmgeom.run import run_probes
-from llmgeom.stats.ridge_probe import folds, permuted_decodability, read
-from llmgeom.stats.tests import correlation_test
 from llmgeom.wind_tunnels import load_world
 from tests.test_belief_clusters import tunnel_subject
 
@@ -32,6 +28,8 @@ OF_CONTEXT = {
         or (probe == "value_manifold" and ("entropy" in name or RHO in name))
     )
 }
+
+
 CONFIRMED = ("holds", "small")
 
 
@@ -66,39 +64,6 @@ def test_the_target_is_the_exact_entropy_less_its_mean_at_the_position():
     np.testing.assert_allclose(np.asarray(batch.columns["exact_entropy"]), exact, atol=1e-5)
 
 
-def test_noise_within_position_is_not_read():
-    """75 sequences at 23 positions: with means over all rows R2 reached .33, and .22 in one of ten."""
-    values, rejected = [], []
-    for seed in range(30):
-        rng = np.random.default_rng(seed)
-        group = np.unique(rng.integers(0, 23, 75), return_inverse=True)[1]
-        x, cluster = rng.normal(size=(75, 64)), np.arange(75)
-        target, fold = Target(centred(rng.normal(size=75), group), group, True), folds(cluster, seed)
-        values.append(read(x, target.values[:, None], fold, stratum=target.stratum).r2[0])
-        moved = permuted_decodability(x, target.values, fold, cluster, 39, seed, target.stratum)
-        scores = Axis.of(x, target, cluster, seed).scores
-        test = correlation_test(scores, target.values, cluster, 99, seed, target.covariates())
-        rejected.append([(moved >= values[-1]).sum() < 1, test.p <= 0.03])
-    assert np.quantile(values, 0.9) < 0.1 and max(values) < 0.2 and np.median(values) > -0.1
-    assert (np.mean(rejected, 0) < 0.15).all()  # .025 and .03 are expected
-
-
-def test_the_interval_of_a_component_covers_where_the_next_has_nearly_its_variance():
-    """Two directions of sd 1 and .95, one of them that of the target: with PC1 held fixed .5 were covered."""
-    drawn = []
-    for seed in range(60):
-        rng = np.random.default_rng(seed)
-        factors = (0.8 * rng.normal(size=(40, 2))).repeat(2, 0) + 0.6 * rng.normal(size=(80, 2))
-        directions = np.random.default_rng(7).normal(size=(2, 32))
-        directions *= 4 / np.linalg.norm(directions, axis=1, keepdims=True)
-        x = factors * [1, 0.95] @ directions + rng.normal(size=(80, 32))
-        target = Target(factors[:, 0] + 0.7 * rng.normal(size=80), np.zeros(80, dtype=int), False)
-        axis = Axis.of(x, target, np.arange(80) // 2, seed)
-        drawn.append((axis.rhos()[0], axis.interval()))
-    truth = np.mean([value for value, _ in drawn])
-    assert np.mean([span.low <= truth <= span.high for _, span in drawn]) > 0.85
-
-
 def test_scores_without_a_group_have_the_sign_of_all_rows(monkeypatch):
     """The sign of a component is arbitrary: here it depends on how many rows there are."""
     rng = np.random.default_rng(0)
@@ -128,17 +93,18 @@ def test_a_task_whose_exact_entropy_is_a_function_of_position_is_not_measured():
 
 
 def test_a_model_that_answers_the_marginal_is_not_measured_on_its_own_entropy():
-    """As models trained on exchanged targets do: their entropy varies by rounding, which a rank would follow."""
+    """Its entropy varies by rounding at most, which a rank would follow. One sentence above all claims says so."""
     subject = Model.load("pocket:llama", device="cpu")
     batch = domain_sample(subject, "math", 0)
     with torch.no_grad():
-        subject.model.lm_head.weight *= 1e-3
+        subject.model.lm_head.weight *= 0
     record = run_probes(subject, batch, known(["value_manifold"]), controls=2)
     names = {estimate.name for estimate in record.results["value_manifold"].estimates}
     of_entropy = {name for probe, name in OF_CONTEXT if probe == "value_manifold"}
     assert of_entropy and not names & of_entropy
     assert {f"value_manifold: {name}" for name in of_entropy} <= set(record.unmeasured)
     assert "entropy does not vary (sd " in record.unmeasured[f"value_manifold: {R2}"]
+    assert "Next-token entropy is log2 1,024 = 10.000 bits" in record.facts["flat entropy"]
 
 
 def words_without_attention(name: str, domain: str, seed: int, controls: int) -> dict[str, str]:
@@ -156,17 +122,11 @@ def words_without_attention(name: str, domain: str, seed: int, controls: int) ->
 
 
 NAMES = ("llama", "llama-noicl", "mistral", "phi", "pythia")
-# One sample of each model outside of `make soak`, which takes ten of each domain: a scan of 17 CPU seconds each.
-IN_CI = {(name, *(("mixed", 0), ("math", 1))[i % 2]) for i, name in enumerate(NAMES)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "domain", "seed"),
-    [
-        pytest.param(*one, marks=() if one in IN_CI else pytest.mark.soak)
-        for one in product(NAMES, ("mixed", "math"), range(10))
-    ],
+    ("name", "domain", "seed"), [(name, ("mixed", "math")[i % 2], i % 2) for i, name in enumerate(NAMES)]
 )
 def test_with_attention_cut_no_claim_about_context_holds_in_any_pocket_model(name, domain, seed):
     words = words_without_attention(name, domain, seed, 20)

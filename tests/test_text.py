@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 
 import numpy as np
@@ -111,13 +112,6 @@ def test_the_target_of_gradients_is_the_token_of_the_outcome_drawn(pocket):
     assert [pocket.decode([token]).strip() for token in target.tolist()] == outcomes
 
 
-def test_the_exact_entropy_is_that_of_outcomes_and_of_no_gaussian():
-    batch = drawn("dirichlet", 40, 0)
-    p = batch.exact.predictive[:, 0].exp().numpy()
-    nats = batch.exact.entropy[:, 0].numpy()
-    np.testing.assert_allclose(nats, -(p * np.log(p)).sum(1), rtol=1e-12)
-
-
 def test_entropy_is_compared_among_prompts_with_as_many_observations(pocket):
     """The target has mean 0 at each k, though prompts of one k differ in length."""
     batch = drawn("dirichlet", 20, 0, pocket)
@@ -132,11 +126,6 @@ def test_entropy_is_compared_among_prompts_with_as_many_observations(pocket):
 
 
 # ---- tokenizers -----------------------------------------------------------------------------------------------------
-
-
-def _corpus() -> list[str]:
-    lines = [text for name in names(text=True) for text in drawn(name, 20, 9).text]
-    return lines + [f"{noun}: {mark}" for noun in nonce.carriers(nonce.Part.HELD_OUT) for mark in nonce.LABELS[:60]]
 
 
 def byte_level(prefix_space: bool = False, digits: bool = False) -> PreTrainedTokenizerFast:
@@ -189,6 +178,12 @@ def prepended() -> PreTrainedTokenizerFast:
     return made
 
 
+@cache
+def _corpus() -> list[str]:
+    lines = [text for name in names(text=True) for text in drawn(name, 20, 9).text]
+    return lines + [f"{noun}: {mark}" for noun in nonce.carriers(nonce.Part.HELD_OUT) for mark in nonce.LABELS[:60]]
+
+
 def _trained(tokenizer: Tokenizer, trainer) -> PreTrainedTokenizerFast:
     tokenizer.train_from_iterator(_corpus(), trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
@@ -206,10 +201,15 @@ KINDS = {
 }
 
 
+@cache
+def of_kind(kind: str) -> PreTrainedTokenizerFast:
+    return KINDS[kind]()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_are_one_token_each_in_every_tokenizer(kind):
     """Judged by the tokenizer alone: the prompt with its answer is the prompt's tokens and the answer's."""
-    tokenizer = KINDS[kind]()
+    tokenizer = of_kind(kind)
     batch = drawn("dirichlet", 24, 0, tokenizer)
     assert batch.exact.answers.shape == (120, 1, 3)
     for text, marks, ids in zip(batch.text, batch.columns["marks"], batch.exact.answers[:, 0].tolist(), strict=True):
@@ -222,7 +222,7 @@ def test_answers_are_one_token_each_in_every_tokenizer(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_labels_have_the_tokens_that_they_have_after_a_text(kind):
     """Also where prompts of several samples are read together and the posterior is not at hand."""
-    tokenizer = KINDS[kind]()
+    tokenizer = of_kind(kind)
     batch = drawn("two-point", 10, 0, tokenizer)
     assert torch.equal(label_ids(tokenizer, replace(batch, posterior=None)), batch.exact.answers[:, 0])
     answers = batch.columns["marks"][0].split()
@@ -250,17 +250,7 @@ def test_a_mark_that_is_not_one_token_after_its_own_prompt_is_refused(pocket):
         words.answer_tokens(pocket, ["First: dax. owl:"], [["dax", "zubbaq"]])
 
 
-# ---- refusals -------------------------------------------------------------------------------------------------------
-
-
 # ---- the command ----------------------------------------------------------------------------------------------------
-
-
-def test_marks_of_a_pocket_model_are_words_that_it_was_trained_to_answer_with():
-    tokenizer = AutoTokenizer.from_pretrained(hub.locate("pocket:llama").path)
-    for size in (2, 3, 4, 5):
-        sets = words.mark_sets(tokenizer, size)
-        assert set().union(*sets) <= set(nonce.LABELS) and len(sets) >= words.LEAST_SETS
 
 
 def test_one_process_under_two_spellings_is_read_once():

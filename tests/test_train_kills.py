@@ -125,8 +125,7 @@ def kill_all(folder: Path, moments: int, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moments", [1, pytest.param(30, marks=pytest.mark.soak)])
-def test_the_same_command_after_a_kill_ends_with_the_same_bytes(tmp_path, moments):
+def test_the_same_command_after_a_kill_ends_with_the_same_bytes(tmp_path, moments=1):
     seed = random.SystemRandom().randrange(2**32)
     command = [sys.executable, "-m", "tests.test_train_kills", str(tmp_path), str(moments), str(seed)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)

@@ -5,10 +5,12 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 
 from llmgeom import wind_tunnels
 from llmgeom.answers import corrupt_predictive, corrupt_targets
@@ -70,44 +72,6 @@ def test_a_loss_that_is_not_finite_stops_with_its_step_and_the_last_good_state(t
     monkeypatch.setattr(trainer.Trainer, "step", plain)
     train(SMALL, tmp_path / "a")
     monkeypatch.setattr(trainer, "SAVE_EVERY", 30.0)
-    assert files(train(SMALL, tmp_path / "b").out) == files(tmp_path / "a")
-
-
-def test_a_state_that_cannot_be_gone_on_from_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer, "CHECK_EVERY", 10)
-    monkeypatch.setattr(trainer, "SAVE_EVERY", 0.0)
-    plain = trainer.Trainer.step
-    monkeypatch.setattr(trainer.Trainer, "step", lambda run, i: plain(run, i) if i < 27 else 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        train(SMALL, tmp_path / "a")
-    state = tmp_path / "a/resume.safetensors"
-    whole = state.read_bytes()
-    state.write_bytes(whole.replace(b'\\"device\\": \\"cpu\\"', b'\\"device\\": \\"xpu\\"'))
-    with refused(UserError, "--device xpu"):
-        train(SMALL, tmp_path / "a")
-    state.write_bytes(whole[:100])
-    with refused(UserError, "resume.safetensors"):
-        train(SMALL, tmp_path / "a")
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "training.json", "resume.safetensors"])
-def test_a_full_disk_never_leaves_half_a_checkpoint(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(trainer, "CHECK_EVERY", 10)
-    monkeypatch.setattr(trainer, "SAVE_EVERY", 0.0)
-    plain = os.replace
-
-    def full(source, target):
-        if str(target).endswith(name) and "snapshots" not in str(target):
-            raise OSError(28, "No space left on device")
-        return plain(source, target)
-
-    monkeypatch.setattr(os, "replace", full)
-    with refused(UserError, "No space left on device"):
-        train(SMALL, tmp_path / "a")
-    assert not list(tmp_path.rglob("*.tmp*"))
-    monkeypatch.setattr(os, "replace", plain)
-    monkeypatch.setattr(trainer, "SAVE_EVERY", 30.0)
-    train(SMALL, tmp_path / "a")
     assert files(train(SMALL, tmp_path / "b").out) == files(tmp_path / "a")
 
 
@@ -360,15 +324,6 @@ def test_a_horizon_trains_the_first_queries_alone():
     assert loss == pytest.approx(float(sum(each) / 2), rel=1e-5)
 
 
-def test_bf16_is_the_forward_pass_alone():
-    exact = trainer.Trainer(SMALL, wind_tunnels.load_world(SMALL.task), 1e-2, "cpu")
-    narrow = trainer.Trainer(trainer.replace(SMALL, precision="bf16"), wind_tunnels.load_world(SMALL.task), 1e-2, "cpu")
-    one, other = exact.loss(), narrow.loss()
-    assert one != other and one.item() == pytest.approx(other.item(), rel=0.02)
-    narrow.step(0)
-    assert {p.dtype for p in narrow.module.parameters()} == {torch.float32}
-
-
 @pytest.mark.compile
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_compiled_step_is_the_step():
@@ -376,3 +331,82 @@ def test_a_compiled_step_is_the_step():
     plain, compiled = (trainer.Trainer(trainer.replace(SMALL, compile=c), task, 1e-2, "cpu") for c in (False, True))
     for step in range(5):
         assert plain.step(step).item() == pytest.approx(compiled.step(step).item(), abs=1e-5)
+
+
+# ---- resume states
+
+
+SHORT = Training(
+    "bijection:vocab=4,pairs=3", width=16, layers=1, heads=2, steps=20, batch=16, lr="1e-2", warmup=5, snapshots=2
+)
+
+
+@pytest.fixture
+def cut(tmp_path, monkeypatch):
+    """A training that was stopped after step 10, with its state."""
+    monkeypatch.setattr(trainer, "CHECK_EVERY", 5)
+    monkeypatch.setattr(trainer, "SAVE_EVERY", 0.0)
+    plain = trainer.Trainer.step
+    monkeypatch.setattr(trainer.Trainer, "step", lambda run, i: plain(run, i) if i < 12 else 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train(SHORT, tmp_path / "a")
+    monkeypatch.setattr(trainer.Trainer, "step", plain)
+    return tmp_path / "a"
+
+
+def rewritten(path: Path, tensors=lambda held: held, facts=lambda told: told) -> None:
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        told = json.loads(file.metadata()["llmgeom"])
+    save_file(tensors(load_file(path)), path, {"llmgeom": json.dumps(facts(told))})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        ({"tensors": lambda held: {**held, "model.lm_head.weight": held["model.lm_head.weight"] + 1e-7}}, "not those"),
+        ({"tensors": lambda held: {k: v for k, v in held.items() if k != "generator"}}, "not those"),
+        ({"facts": lambda told: {**told, "spec": "another"}}, "another training"),
+        ({"facts": lambda told: {**told, "step": -1}}, "its step is -1"),
+        ({"facts": lambda told: {**told, "step": "ten"}}, "its step is 'ten'"),
+        ({"facts": lambda told: {**told, "curve": [[1]]}}, "its curve is"),
+        ({"facts": lambda told: {**told, "recent": ["x"]}}, "its recent is"),
+        ({"facts": lambda told: {**told, "lr": None}}, "its lr is None"),
+        ({"facts": lambda told: {k: v for k, v in told.items() if k != "device"}}, "device"),
+        ({"facts": lambda told: []}, ""),
+    ],
+)
+def test_a_state_that_is_not_what_was_saved_is_never_gone_on_from(cut, spoil, why):
+    rewritten(cut / trainer.RESUME, **spoil)
+    with refused(UserError, "resume.safetensors", why):
+        train(SHORT, cut)
+
+
+def test_one_bit_of_a_state_is_missed_nowhere(cut):
+    path = cut / trainer.RESUME
+    whole = path.read_bytes()
+    start = 8 + int.from_bytes(whole[:8], "little")
+    for at in (start, (start + len(whole)) // 2, len(whole) - 1):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with refused(UserError, "tensors"):
+            train(SHORT, cut)
+    path.write_bytes(whole)
+    assert train(SHORT, cut).curve[-1][0] == 20
+
+
+OF_THE_SPEC = ("curve:[]", "curve:[[1, NaN]]", "lr:null", "kl_bits:NaN")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "NaN", '{"spec": 5}', *(f"SPEC:{rest}" for rest in OF_THE_SPEC)])
+def test_a_broken_training_json_is_told_and_trained_again_where_it_is_removed(tmp_path, text):
+    done = train(SHORT, tmp_path / "a")
+    path, whole = done.out / "training.json", (done.out / "training.json").read_text()
+    if text.startswith("SPEC:"):
+        _, name, value = text.split(":", 2)
+        text = json.dumps({**json.loads(whole), name: "HERE"}).replace('"HERE"', value)
+    path.write_text(text)
+    with refused(UserError, "training.json"):
+        train(SHORT, done.out)
+    path.write_text(whole)
+    assert train(SHORT, done.out) == done

@@ -29,7 +29,10 @@ from tests.refusals import refused
 
 pytestmark = pytest.mark.usefixtures("few_draws")
 
+
 ROOT = Path(__file__).parent.parent
+
+
 WITHOUT = ("mamba2", "mamba", "lstm", "mlp", "meanpool", "flat")
 
 
@@ -92,16 +95,6 @@ def test_what_a_model_without_attention_does_not_have_is_said(trained, arch):
     assert subject.facts["attention"].startswith("none: ") and subject.facts["heads"] is None
 
 
-def test_a_scan_of_a_model_without_attention_is_grey_rows_with_the_reason(trained):
-    subject = Model.load(str(trained("hmm:steps=4", "lstm")))
-    record = run_probes(
-        subject, wind_tunnels.load_world("hmm:steps=4").truncated(12, 0, "held-out"), known(), controls=2
-    )
-    other = {"belief_clusters", "belief_readout", "length_generalisation"}
-    assert record.results.keys() <= other
-    assert all("no attention" in why for name, why in record.unmeasured.items() if name not in other)
-
-
 def test_the_command_scans_a_tunnel_on_its_own_task(trained, tmp_path):
     task = "hmm:steps=4"
     folder = str(trained(task, "neox"))
@@ -121,20 +114,6 @@ def test_the_command_scans_a_tunnel_on_its_own_task(trained, tmp_path):
     )
     text = CliRunner().invoke(main, ["scan", "--prompts-from", str(tmp_path / "run"), "--dry-run"])
     assert text.exit_code == 1 and f"a task's sequences are no text; give --task {task}" in text.output
-
-
-def test_a_dry_run_counts_the_sequences_asked_for(trained, tmp_path):
-    """More than the default, and lengths and parameters as they are, without a tokenizer."""
-    folder = trained("bijection:vocab=4,pairs=3", "lstm")
-    asked = ["scan", "--model", str(folder), "--n", "250", "--control-models", "2", "--dry-run", "--json"]
-    result = CliRunner().invoke(main, [*asked, "--out", str(tmp_path / "run")])
-    assert result.exit_code == 0, result.output
-    cost = json.loads(result.stdout)
-    assert cost["parameters"] == Model.load(str(folder)).facts["parameters"]
-    row = cost["sources"]["bijection:vocab=4,pairs=3"]
-    lengths = wind_tunnels.load_world("bijection:vocab=4,pairs=3").truncated(250, 0, "held-out").inputs.lengths
-    assert row["prompts"] == 250 and row["tokens"] > 5 * int(lengths.sum())  # itself, untrained controls and shuffles
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("command", [["scan", "--domain", "math"], ["evidence"], ["ablate", "--process", "two-point"]])

@@ -100,8 +100,8 @@ class BridgeForward(Forward):
                     f"{self.name}: an edit at {point} cannot be made through TransformerLens; edit one of "
                     f"{', '.join(POINTS)}, or leave --backend tl out where transformers reads the model"
                 )
-        rotated = "" if self._as_projected else "rot_"
-        hooks = HOOKS | {Site.KEY: f"attn.hook_{rotated}k", Site.QUERY: f"attn.hook_{rotated}q"}
+        rotated = {site: "" if self._as_projected(site) else "rot_" for site in (Site.KEY, Site.QUERY)}
+        hooks = HOOKS | {Site.KEY: f"attn.hook_{rotated[Site.KEY]}k", Site.QUERY: f"attn.hook_{rotated[Site.QUERY]}q"}
         sites = recorder.wanted | {Site.Z} | ({Site.ATTENTION} if recorder.wanted & ROWS else set())
         acts = {
             f"blocks.{layer}.{hook}": (site, self._act(recorder, site, layer))
@@ -113,12 +113,12 @@ class BridgeForward(Forward):
             acts[f"blocks.{depth - 1}.hook_resid_post"] = (Site.RESIDUAL, self._act(recorder, Site.RESIDUAL, depth))
         return acts
 
-    @property
-    def _as_projected(self) -> bool:
-        """Whether attention consumes keys and queries as they are projected."""
+    def _as_projected(self, site: Site) -> bool:
+        """Whether attention consumes keys or queries as they are projected."""
         config = self.model.config
         clipped = getattr(getattr(config, "attn_config", None), "clip_qkv", None)  # MPT
-        return config.model_type in AS_PROJECTED and not clipped
+        keys_alone = config.model_type == "opt" and site is Site.KEY  # OPT scales its queries after the projection
+        return (config.model_type in AS_PROJECTED or keys_alone) and not clipped
 
     def _act(self, recorder: Recorder, site: Site, layer: int) -> Callable[[Tensor], Tensor | None]:
         heads, dim = self.bridge.cfg.n_heads, self.bridge.cfg.d_head

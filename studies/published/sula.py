@@ -130,7 +130,7 @@ class Refits:
     """PC1 of all rows, and of the rows outside each group of clusters, computed as in `representation_geometry.Axis`.
 
     If PC2 has .9 of the variance of PC1, intervals cover the mean of |rho| in .82 or more of simulated samples, and in
-    less than .6 with PC1 fixed (tests/test_audit.py).
+    less than .6 with PC1 fixed.
 
     Attributes:
         rows: All rows, then the rows outside each group.
