@@ -20,6 +20,7 @@ from llmgeom.reports.live import live as live_part
 from llmgeom.reports.multiples import SIDE, extremes, multiples
 from llmgeom.reports.packing import environment, file_text, json_text, packed_json, plotly_script, script_hash
 from llmgeom.reports.prompts import UNITS, cards, complete, numeric, ordered, prompt_columns
+from llmgeom.reports.readable import readable
 from llmgeom.reports.table import ALONG, Row, draws_of, in_order, labels, lacking, models_of, rows
 from llmgeom.reports.text import (
     clusters_of,
@@ -95,7 +96,7 @@ def page(records: Sequence[Record], comparison: Comparison | None = None, live: 
         joined=sections,
         sections={(part["label"], s["probe"]): anchor_of[s["probe"]] for part in parts for s in part["sections"]},
         contents=listed([(s["id"], s["title"], s["words"]) for s in sections]),
-        opened="" if pictures or (several and not pooled) else _first_with_verdict(sections),
+        opened="" if pictures or readable(records) or (several and not pooled) else _first_with_verdict(sections),
     )
 
 
@@ -147,6 +148,7 @@ def first_screen(named: Sequence[str], records: Sequence[Record], every: Sequenc
         "facts": _facts(named, records),
         "sentence": sentence,
         "found": found,
+        "readable": readable(records),
         "forest": forest(every),
         "axis": [Scale.of(row.distance for row in claimed).place(value) for value in (0.0, 1.0)],
         "no_effect": all(row.estimate.rule.equivalence for row in claimed),

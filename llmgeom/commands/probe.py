@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -98,17 +97,8 @@ def main(settings: RunConfig, output: JobOutput) -> int:
     if settings.activations:
         if output.dry_run:
             raise UserError(f"--dry-run with --activations {settings.activations}: no model is read; leave one out")
-        return show_record(perform, settings, output, best_places)
-    return prepare(settings).show(output, best_places)
-
-
-def best_places(record: Record) -> Iterator[str]:
-    """At which layers the label is readable, a line a site."""
-    from llmgeom.probes.labels.probe import WHERE
-
-    for name, sentence in record.results[LABEL].facts.items() if LABEL in record.results else ():
-        if name.startswith(WHERE):
-            yield f"{record.facts['target']}, {name.removeprefix(WHERE)}: {sentence}"
+        return show_record(perform, settings, output)
+    return prepare(settings).show(output)
 
 
 def perform(settings: RunConfig, subject: Model | None = None) -> tuple[Path, Record]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -38,7 +39,7 @@ from llmgeom.probes.labels.inputs import (
     transferred,
 )
 from llmgeom.probes.shared.nulls import permutation_null
-from llmgeom.result import Estimate, Figure, Quantity, read_texts
+from llmgeom.result import SENTENCE, Estimate, Figure, Quantity, read_texts
 from llmgeom.stats import ridge_probe
 from llmgeom.stats.label_scores import METRICS, bounds, chance, classified, coded, moved, require_orders
 from llmgeom.stats.nested_probe import (
@@ -60,6 +61,7 @@ PERMUTED, NO_CONTEXT, BAG = "labels in another order", "no context", "bag of tok
 BEYOND = ", beyond every control"  # of the declared claim; what a run holds fixed stands before it
 LEFT_IN = "this model, confounds left in"
 WHERE = "where: "  # a fact of a result: at which layers of a site the label is readable
+DIVISIONS, SHARES = 4, (0.25, 0.5, 0.75)  # into folds; of the clusters, in how many draws
 SHOWN = 5  # prompts with the largest residuals
 CLAIMS = declared(PROBE)
 
@@ -252,11 +254,9 @@ class _Measurement:
     @cached_property
     def untested(self) -> str | None:
         """Controls that stored activations do not come with; None for a model's."""
-        return (
-            None
-            if self.probe.sites
-            else "untrained copies, " * (not self.data.untrained) + ("shuffled prompts, no context, bag of tokens")
-        )
+        if self.probe.sites:
+            return None
+        return "untrained copies, " * (not self.data.untrained) + "shuffled prompts, no context, bag of tokens"
 
     def alone(self, what: str, reading: HeldOut) -> Estimate:
         """The score of a reading compared with permuted labels only."""
@@ -345,8 +345,32 @@ class _Measurement:
         if self.target.classes:
             meaning = "share of the prompts of each class that are predicted as each class, held out"
             axes = "true_class predicted_class"
-            add("confusion", "share", axes, "fraction", meaning, self.confusion(), Figure("heatmap"))
+            true, predicted = self.classes
+            count = np.zeros((len(self.target.classes),) * 2)
+            np.add.at(count, (true, predicted), 1)
+            add("confusion", "share", axes, "fraction", meaning, count / count.sum(1, keepdims=True), Figure("heatmap"))
             ticks |= dict.fromkeys(axes.split(), self.target.classes)
+            every_predicted = (every or self).classes[1]
+            add("probe", "class", "prompt", "index", "predicted class of each prompt, held out", every_predicted)
+        numbers, scores = self.by_number()
+        if len(numbers) > 1:
+            ticks["rows"] = numbers
+            meaning = "held-out score at the direction's place with fewer prompts, mean over draws of whole clusters"
+            add(
+                "by_number",
+                "score",
+                "rows",
+                score,
+                meaning,
+                scores.mean(1),
+                Figure("curve", interval="by_number_range"),
+            )
+            ends = np.stack([scores.min(1), scores.max(1)], 1)
+            add("by_number", "range", "rows bound", score, "least and largest over the draws", ends)
+        divided = self.divisions()
+        notes.append(
+            f"with {len(divided)} other divisions into folds the score is {min(divided):.2f} to {max(divided):.2f}"
+        )
         (site, layer), confounds = self.chosen(), self.design.confounds
         ticks |= {"place": (site.partition(" ")[0], layer), "position": (site.partition(" ")[2] or LAST,)}
         x = self.places[site, layer]()
@@ -364,11 +388,13 @@ class _Measurement:
         prediction, residual, worst = (every or self).predictions()
         add("probe", "prediction", "prompt", "label", "held-out prediction of each prompt", prediction)
         add("probe", "residual", "prompt", "label", "label minus its held-out prediction", residual)
-        missing = (
-            [] if self.data.no_context is not None else [f"the control {NO_CONTEXT!r} is not available for this model"]
+        missing = [f"not tested: {self.untested}; the label may be in the words alone"] if self.untested else []
+        if self.untested is None and self.data.no_context is None:
+            missing = [f"the control {NO_CONTEXT!r} is not available for this model"]
+        said = "; ".join(
+            f"{site}: {facts[f'{WHERE}{site}']}" if len(sites) > 1 else facts[f"{WHERE}{site}"] for site in sites
         )
-        if self.untested:
-            missing = [f"not tested: {self.untested}; the label may be in the words alone"]
+        facts[SENTENCE] = f"“{self.target.name}” is readable {said}"
         return Measured(
             TITLE, **read_texts(__name__)[TITLE], estimates=tuple(estimates), quantities=quantities, arrays=arrays,
             warnings=tuple(missing),
@@ -405,19 +431,40 @@ class _Measurement:
                 notes.append(f"confound {name}: {same}, so there is nothing to remove")
         return scores, notes
 
-    def confusion(self) -> np.ndarray:
-        """[true_class predicted_class] shares; for a binary label by the sign of the centred prediction."""
-        classes = self.target.classes
-        true = (self.label[:, None] == np.array(classes)).argmax(1)
-        if self.target.kind == "binary":
-            outside = [self.fold != held for held in range(int(self.fold.max()) + 1)]
-            level = np.array([self.truth[rows, 0].mean() for rows in outside])
-            predicted = (self.own.prediction[:, 0] > level[self.fold]).astype(np.int64)
-        else:
-            predicted = classified(self.truth, self.own.prediction, self.fold)
-        count = np.zeros((len(classes), len(classes)))
-        np.add.at(count, (true, predicted), 1)
-        return count / count.sum(1, keepdims=True)
+    @property
+    def classes(self) -> tuple[np.ndarray, np.ndarray]:
+        """[row] the true and the predicted class, by index; of a binary label by the sign of the centred prediction."""
+        true = (self.label[:, None] == np.array(self.target.classes)).argmax(1)
+        if self.target.kind != "binary":
+            return true, classified(self.truth, self.own.prediction, self.fold)
+        level = np.array([self.truth[self.fold != held, 0].mean() for held in range(int(self.fold.max()) + 1)])
+        return true, (self.own.prediction[:, 0] > level[self.fold]).astype(np.int64)
+
+    def divisions(self) -> list[float]:
+        """The score with other divisions into folds: how much one division decides."""
+        kind, seed = self.target.kind, self.data.seed
+        others = [stratified_folds(kind, self.label, self.clusters, seed + 1000 * i) for i in range(1, DIVISIONS + 1)]
+        return [held_out(replace(self.design, fold=fold), self.loaders).value for fold in others]
+
+    def by_number(self) -> tuple[tuple[int, ...], np.ndarray]:
+        """Numbers of rows, and [number draw] scores at the direction's place, with a part of the clusters; the last is
+        that of all. A part in which a class has too few clusters is left out."""
+        place, every, found = self.places[self.chosen()], sorted(set(self.clusters.tolist())), {}
+        x, rng = place(), np.random.default_rng(self.data.seed)
+        for share in SHARES:
+            scores, sizes = [], []
+            for _ in range(DIVISIONS):
+                kept = np.isin(self.clusters, rng.choice(every, max(1, round(share * len(every))), replace=False))
+                with suppress(UserError):
+                    fold = stratified_folds(self.target.kind, self.label[kept], self.clusters[kept], self.data.seed)
+                    confounds = None if self.design.confounds is None else self.design.confounds[kept]
+                    part = replace(self.design, truth=self.truth[kept], fold=fold, confounds=confounds)
+                    scores.append(held_out(part, [lambda kept=kept: x[kept]]).value)
+                    sizes.append(int(kept.sum()))
+            if len(scores) == DIVISIONS:
+                found[round(np.mean(sizes))] = scores
+        found[len(self.label)] = [self.own.scores[list(self.places).index(self.chosen())]] * DIVISIONS
+        return tuple(found), np.array(list(found.values()))
 
     def transfer(self, column: str) -> tuple[tuple, list[float], list[float]]:
         """The values of a column, and scores of each: with each value held out in turn, and with the folds."""
