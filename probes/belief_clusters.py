@@ -26,7 +26,7 @@ from llmgeom.probe import (
 from llmgeom.probes.shared.matrices import final_tokens
 from llmgeom.probes.shared.nulls import compare
 from llmgeom.probes.shared.representation_geometry import pca
-from llmgeom.result import Curve, Estimate, Figure, Result as Base, curve, quantity
+from llmgeom.result import Estimate, Figure, Measured, labelled, line
 from llmgeom.stats.manifold import distances
 from llmgeom.stats.resampling import band, interval_ends, jackknife, permute_clusters
 
@@ -75,37 +75,6 @@ NEEDS = Needs(
     samples=frozenset({WHOLE}),
     examine=output_rows,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result(Base):
-    """Silhouettes of the final states grouped by belief, with and without the directions that the output reads."""
-
-    TITLE = "Belief clusters"
-
-    silhouettes: Curve = curve(
-        "space",
-        "silhouette",
-        "silhouette of the groups; dashed: without context",
-        interval="sequences or templates",
-        null="band of untrained copies",
-        beside="silhouettes_no_context",
-    )
-    silhouettes_no_context: np.ndarray | None = quantity(
-        "space", "silhouette", "silhouette of the same groups in the trained model without context"
-    )
-    scores: np.ndarray = quantity(
-        "prompt component",
-        "standardised units",
-        "final states on their PC1 and PC2",
-        Figure("scatter", colour="likeliest"),
-    )
-    scores_beyond: np.ndarray = quantity(
-        "prompt component",
-        "standardised units",
-        "final states on their PC1 and PC2 once the read-out is removed",
-        Figure("scatter", colour="likeliest"),
-    )
 
 
 @dataclass(frozen=True)
@@ -178,7 +147,7 @@ class Spaces:
         return self.by_space[BEYOND].silhouette(rows) - mean
 
 
-def measure(view: ProbeInput) -> Result:
+def measure(view: ProbeInput) -> Measured:
     """Silhouettes in three spaces with their nulls.
 
     Raises UserError for fewer than two groups, too few clusters, or a read-out that takes all directions.
@@ -220,15 +189,23 @@ def measure(view: ProbeInput) -> Result:
 
     beyond = "silhouette beyond the read-out"
     main = view.capture.final.double().numpy()
-    return Result(
-        silhouettes=Curve(
-            np.array([model.score(name) for name in SPACES]),
-            interval=interval_ends(intervals[name] for name in SPACES),
-            null=np.array([band(untrained[name]) for name in SPACES]),
-        ),
-        silhouettes_no_context=None if cut is None else np.array([cut.score(name) for name in SPACES]),
-        scores=pca(main).scores,
-        scores_beyond=pca(_spaces(main, rows_read)[BEYOND]).scores,
+    own, alone = ([of.score(name) for name in SPACES] if of else None for of in (model, cut))
+    ends = ("sequences or templates", interval_ends(intervals[name] for name in SPACES))
+    of_copies, said = [band(untrained[name]) for name in SPACES], "silhouette of the groups; dashed: without context"
+    beside, cut_said = "silhouettes_no_context", "silhouette of the same groups in the trained model without context"
+    axes, unit, plane = "prompt component", "standardised units", Figure("scatter", colour="likeliest")
+    states, beyond_states = pca(main).scores, pca(_spaces(main, rows_read)[BEYOND]).scores
+    null = ("band of untrained copies", of_copies)
+    removed = "final states on their PC1 and PC2 once the read-out is removed"
+    return Measured.of(
+        "Belief clusters",
+        {
+            **line("silhouettes", own, "space", "silhouette", said, interval=ends, null=null, beside=beside),
+            beside: labelled(alone, "space", "silhouette", cut_said),
+            "scores": labelled(states, axes, unit, "final states on their PC1 and PC2", plane),
+            "scores_beyond": labelled(beyond_states, axes, unit, removed, plane),
+        },
+        __name__,
         estimates=(
             stated("silhouette", ALL, {OTHERS: relabelled(ALL, moved), CELL: relabelled(ALL, exchanged)}),
             stated(beyond, BEYOND, {OTHERS: relabelled(BEYOND, moved), CELL: within}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from llmgeom.probes.shared.belief_geometry import OF_ALL, measure_belief, some_s
 from llmgeom.probes.shared.matrices import input_at_rows
 from llmgeom.probes.shared.nulls import Statistic, compare, null_band
 from llmgeom.probes.shared.softmax_probe import read
-from llmgeom.result import Combined, Curve, Estimate, Result as Base, curve, quantity
+from llmgeom.result import Estimate, Labelled, Measured, labelled, line
 from llmgeom.stats import information
 from llmgeom.stats.information import bits
 from llmgeom.stats.resampling import mean_intervals
@@ -42,6 +42,7 @@ LEAST_STEPS = 3  # the larger of two steps is always at least half of their fall
 FALL, SKILL, SHARE = "fall from input to output", "skill over position", "MLPs' share of the fall"
 GRADUAL, HALF = "fall outside the largest step", "lens: way done at half depth"
 CLAIMS = declared("belief_readout")
+TITLE, NO_CONTEXT_CURVE = "Read-out of the posterior", "missed_no_context"
 
 
 def lens(step: Step) -> dict[str, Tensor]:
@@ -85,55 +86,7 @@ NEEDS = Needs(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result(Base):
-    """Error (KL) of a linear read-out of the exact posterior from the residual stream, site by site."""
-
-    TITLE = "Read-out of the posterior"
-
-    missed: Curve = curve(
-        "site",
-        "bits",
-        "KL(exact || read-out), held out; dashed: without context",
-        interval="sequences, fits held fixed",
-        null="band of untrained copies",
-        beside="missed_no_context",
-    )
-    missed_no_context: np.ndarray | None = quantity("site", "bits", "the same in the trained model without context")
-    position: float = quantity("", "bits", "KL(exact || read-out of the position alone)")
-    input: float = quantity("", "bits", "KL(exact || read-out of position and what is put in there)")
-    shuffled: float = quantity(
-        "", "bits", "KL(another sequence's posterior || read-out) at the last site, mean of draws"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lens(Base):
-    """How close each layer of a language model is to its final distribution."""
-
-    TITLE = "Logit lens"
-
-    missed: Curve = curve(
-        "depth",
-        "bits",
-        "KL(final || logit lens); dashed: without context",
-        interval="templates",
-        null="band of untrained copies",
-        beside="missed_no_context",
-    )
-    missed_no_context: np.ndarray | None = quantity(
-        "depth", "bits", "KL(final || logit lens), trained model without context and its own final distribution"
-    )
-
-
-@dataclass(frozen=True)
-class WithBelief(Combined):
-    """The read-out of the posterior, and the geometry of the belief about the hidden state."""
-
-    TITLE = Result.TITLE
-
-
-def measure(view: ProbeInput) -> Result | WithBelief | Lens:
+def measure(view: ProbeInput) -> Measured:
     """The read-out if an exact answer is known, and where there is a hidden state its geometry; else the logit lens.
 
     Raises UserError: the answers are real numbers; the position alone determines the posterior; a language model has
@@ -143,7 +96,7 @@ def measure(view: ProbeInput) -> Result | WithBelief | Lens:
         return _lens(view)
     read_out = _read_out(view)
     try:
-        return WithBelief.of({"": read_out, "belief_": measure_belief(view)})
+        return Measured.joined(TITLE, {"": read_out, "belief_": measure_belief(view)}, __name__)
     except Unavailable:
         return read_out
     except UserError as reason:
@@ -153,7 +106,7 @@ def measure(view: ProbeInput) -> Result | WithBelief | Lens:
 # ---- exact answers: a softmax read-out at every site ----------------------------------------------------------------
 
 
-def _read_out(view: ProbeInput) -> Result:
+def _read_out(view: ProbeInput) -> Measured:
     """Held-out KL(exact || read-out) in bits [site row] of the model and its controls, and the metrics of it.
 
     Raises UserError: real-valued answers; or the position is enough.
@@ -214,27 +167,43 @@ def _read_out(view: ProbeInput) -> Result:
         )
     layers = len(capture.layers(Site.RESIDUAL)) - 1
     sites = [f"{site} {layer}" for layer in range(layers) for site in (("in", "attention") if split else ("in",))]
-    return Result(
-        missed=Curve(
-            model.mean(1),
-            interval=mean_intervals(model, clusters),
-            null=null_band({UNTRAINED: [control.mean(1) for control in untrained]}),
-        ),
-        missed_no_context=None if no_context is None else no_context.mean(1),
-        position=float(base[0].mean()),
-        input=float(base[1].mean()),
-        shuffled=float(shuffled.mean()),
+    of_position, of_input = base.mean(1)
+    said, over = "KL(exact || read-out), held out; dashed: without context", "sequences, fits held fixed"
+    alone, both = "KL(exact || read-out of the position alone)", "the same of position and what is put in there"
+    by_chance_said = "KL(another sequence's posterior || read-out) at the last site, mean of draws"
+    return Measured.of(
+        TITLE,
+        {
+            **missed_at("site", said, over, model, untrained, clusters),
+            NO_CONTEXT_CURVE: labelled(
+                None if no_context is None else no_context.mean(1), "site", "bits",
+                "the same in the trained model without context",
+            ),
+            "position": labelled(of_position, "", "bits", alone),
+            "input": labelled(of_input, "", "bits", both),
+            "shuffled": labelled(shuffled.mean(), "", "bits", by_chance_said),
+        },
+        __name__,
         estimates=tuple(estimates),
         warnings=tuple(warnings),
         notes=(f"{len(set(clusters))} sequences, {len(rows)} queries, seed {view.seed}",),
         ticks={"site": (*sites, "out")},
-    )
+    )  # fmt: skip
+
+
+def missed_at(
+    axis: str, said: str, over: str, kl: np.ndarray, untrained: Sequence[np.ndarray], clusters: np.ndarray
+) -> dict[str, Labelled | None]:
+    """[place row] bits as a curve over places, with its interval, and the band of untrained copies."""
+    interval, band = mean_intervals(kl, clusters), null_band({UNTRAINED: [control.mean(1) for control in untrained]})
+    around: Any = {"interval": (over, interval), "null": ("band of untrained copies", band)}
+    return line("missed", kl.mean(1), axis, "bits", said, beside=NO_CONTEXT_CURVE, **around)
 
 
 # ---- no exact answer: the logit lens --------------------------------------------------------------------------------
 
 
-def _lens(view: ProbeInput) -> Lens:
+def _lens(view: ProbeInput) -> Measured:
     """KL by the lens at every depth, [depth row]. Raises UserError below two layers."""
     trained, untrained, no_context = view.observations, view.control_observations, view.no_context_observations
     clusters, layers = view.clusters, len(trained) - 1
@@ -246,13 +215,15 @@ def _lens(view: ProbeInput) -> Lens:
         return float(1 - kl[layers // 2, rows].mean() / first) if first > 0 else 0.0
 
     without = None if no_context is None else (trained, no_context, clusters)
-    return Lens(
-        missed=Curve(
-            trained.mean(1),
-            interval=mean_intervals(trained, clusters),
-            null=null_band({UNTRAINED: [control.mean(1) for control in untrained]}),
-        ),
-        missed_no_context=None if no_context is None else no_context.mean(1),
+    said = "KL(final || logit lens); dashed: without context"
+    cut = "KL(final || logit lens), trained model without context and its own final distribution"
+    return Measured.of(
+        "Logit lens",
+        {
+            **missed_at("depth", said, "templates", trained, untrained, clusters),
+            NO_CONTEXT_CURVE: labelled(None if no_context is None else no_context.mean(1), "depth", "bits", cut),
+        },
+        __name__,
         estimates=(compare(CLAIMS[HALF], done, trained, clusters, {UNTRAINED: untrained}, without=without),),
     )
 

@@ -22,10 +22,10 @@ from scipy.special import log_softmax
 
 from llmgeom.batch import Batch
 from llmgeom.claims import judge
-from llmgeom.probes.evidence.answers import Answers, measure_answers
+from llmgeom.probes.evidence.answers import measure_answers
 from llmgeom.probes.evidence.predictions import LabelPredictions
 from llmgeom.prompts import text
-from llmgeom.result import Estimate
+from llmgeom.result import Estimate, Measured
 from llmgeom.wind_tunnels import load_world
 
 FILE = Path(__file__).with_suffix(".json")
@@ -88,12 +88,12 @@ def answered(name: str, batch: Batch, seed: int, noise: float = NOISE) -> LabelP
     return says(ANSWERERS[name](e, batch) + spread * np.random.default_rng([seed, 7]).standard_normal(e.shape))
 
 
-def numbers(result: Answers) -> dict[str, Estimate]:
+def numbers(result: Measured) -> dict[str, Estimate]:
     """The estimates, judged, by name."""
     return {h.name: h for h in judge({"process": result.lowered()})["process"].estimates}
 
 
-def kind(result: Answers) -> str:
+def kind(result: Measured) -> str:
     """What the printed numbers say that the answerer does; the first of these that holds.
 
     ignores the evidence   resolution is not beyond its controls
@@ -104,7 +104,7 @@ def kind(result: Answers) -> str:
     noisy                  less than .6 of the evidence's bits are left
     Bayes                  else
     """
-    h, by_k = numbers(result), result.weight_by_k
+    h, by_k = numbers(result), result["weight_by_k"]
     weight, bias, recency = h["weight of evidence"], h["bias"], h["recency"]
     if h["resolution"].verdict not in ("holds", "small"):
         return "ignores the evidence"

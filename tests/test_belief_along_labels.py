@@ -104,11 +104,11 @@ def test_a_belief_along_the_labels_is_read_where_no_common_direction_can(batch):
     odds = truth.log_p - truth.log_p.mean(1, keepdims=True)
     x, own = planted(batch, odds)
     found = measure_belief(batch, [own, *strangers(batch)], 0)
-    assert found.along.value.min() > 0.7
+    assert found["along"].min() > 0.7
     assert values(found)[belief.LAST].null_high < 0.1 and values(found)[belief.LAST].low > 0.5
     # One direction for all pairs, the earlier read-out, finds nothing in the same vectors.
     rows = truth.observed
-    np.testing.assert_allclose(found.coordinate[:, 0], odds[rows, 0] / np.log(2))  # shown in bits
+    np.testing.assert_allclose(found["coordinate"][:, 0], odds[rows, 0] / np.log(2))  # shown in bits
     fold = folds(truth.cluster[rows], 0)
     assert decodability(x[rows], odds[rows, 0], fold) < 0.1
 
@@ -117,7 +117,7 @@ def test_without_untrained_copies_no_belief_is_claimed(batch):
     truth = ExactAnswers(batch)
     _, own = planted(batch, truth.log_p - truth.log_p.mean(1, keepdims=True))
     found = measure_belief(batch, [own], 0)
-    assert found.along.value.min() > 0.7 and found.along.null is None
+    assert found["along"].min() > 0.7 and "along_null" not in found.arrays
     assert not any(h.claim for h in found.estimates) and values(found)[belief.LAST].null.startswith(depths.SHUFFLED)
 
 
@@ -128,7 +128,7 @@ def test_a_direction_of_each_pairs_own_is_not_taken_for_the_labels(batch):
     own_way = {pair: rng.standard_normal((2, WIDTH)) for pair in set(batch.cluster)}
     along = np.array([own_way[pair] for pair in batch.cluster])
     found = measure_belief(batch, [planted(batch, odds, along=along)[1], *strangers(batch)], 0)
-    assert found.along.value.max() < 0.1
+    assert found["along"].max() < 0.1
 
 
 @pytest.mark.parametrize("known", ["k", "slot", "nothing"])
@@ -136,7 +136,7 @@ def test_what_is_known_without_the_evidence_is_no_belief(batch, known):
     k = np.array(batch.columns["k"], dtype=float)
     strength = {"k": np.stack([k, -k], 1), "slot": np.tile([2.0, -2.0], (len(k), 1)), "nothing": np.zeros((len(k), 2))}
     found = measure_belief(batch, [planted(batch, strength[known])[1], *strangers(batch)], 0)
-    assert found.along.value.max() < 0.05
+    assert found["along"].max() < 0.05
     assert beyond(values(found)[belief.LAST]) != "yes"
 
 
@@ -151,7 +151,7 @@ def test_the_order_in_which_labels_are_named_changes_nothing(batch):
     )
     other = LabelCoordinates(own.along[..., ::-1].copy())
     one, two = measure_belief(batch, [own, *strangers(batch, 3)], 0), measure_belief(turned, [other, other], 0)
-    np.testing.assert_allclose(one.along.value, two.along.value)
+    np.testing.assert_allclose(one["along"], two["along"])
 
 
 def test_three_labels_are_a_simplex(batch):
@@ -176,9 +176,9 @@ def test_three_labels_are_a_simplex(batch):
         return LabelCoordinates(z[None])
 
     noise = [read(rng.standard_normal((n, 3))) for _ in range(3)]
-    assert measure_belief(three, [read(clr), *noise], 0).along.value[0] > 0.6
+    assert measure_belief(three, [read(clr), *noise], 0)["along"][0] > 0.6
     # The total alone, exchanged between slots: what is right for one label and wrong for two others is not read.
-    assert measure_belief(three, [read(np.roll(clr, 1, 1)), *noise], 0).along.value[0] < 0.35
+    assert measure_belief(three, [read(np.roll(clr, 1, 1)), *noise], 0)["along"][0] < 0.35
 
 
 @pytest.mark.parametrize("needs_context", [True, False])
@@ -190,7 +190,7 @@ def test_what_is_as_well_read_without_context_is_no_belief(batch, needs_context)
     found = measure_belief(batch, [own, *strangers(batch)], 0, cut).lowered()
     (claim,) = [h for h in judge({"sula_belief": found})["sula_belief"].estimates if h.name == belief.LAST]
     assert (claim.verdict == "holds") == needs_context, claim.why
-    line = measure_belief(batch, [cut, own], 0).along.value
+    line = measure_belief(batch, [cut, own], 0)["along"]
     np.testing.assert_allclose(found.arrays["without_context"], line)
 
 

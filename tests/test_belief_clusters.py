@@ -82,7 +82,7 @@ def measured(given: ProbeInput):
 
 
 def space(result, name: str) -> float:
-    return result.silhouettes.value[result.ticks["space"].index(name)]
+    return result["silhouettes"][result.ticks["space"].index(name)]
 
 
 def test_clusters_in_the_read_out_are_gone_once_it_is_removed():
@@ -103,7 +103,7 @@ def test_clusters_in_a_direction_that_nothing_reads_stay():
 def test_clusters_of_the_last_token_are_not_of_belief():
     """They would pass for belief's, which follows the token, were both not told apart."""
     result, found = measured(view("token", 2, 6.0))
-    assert space(result, BEYOND) > 0.05 > result.silhouettes.null[1, 1] and found[NAME].null_high > 0.05
+    assert space(result, BEYOND) > 0.05 > result["silhouettes_null"][1, 1] and found[NAME].null_high > 0.05
     assert found[NAME].verdict == "ruled out"
     assert beyond(found[GIVEN]) == "no" and abs(found[GIVEN].value) < 0.02
 
@@ -142,7 +142,7 @@ def test_headlines_are_what_scikit_learn_says_of_the_rows():
         own = np.linalg.qr((one["rows"][1:] - one["rows"][0]).T)[0]
         y = control.final.double().numpy()
         bands.append((silhouette_score(y, label), silhouette_score(y @ own, label)))
-    low, high = result.silhouettes.null[[0, 2]].T
+    low, high = result["silhouettes_null"][[0, 2]].T
     np.testing.assert_allclose(low, np.min(bands, 0), atol=1e-9)
     np.testing.assert_allclose(high, np.max(bands, 0), atol=1e-9)
 

@@ -187,14 +187,14 @@ def test_who_writes_the_posterior_has_the_share(writer, share, verdict, coarse):
     assert found[SHARE].value == pytest.approx(share, abs=0.01) and found[SHARE].verdict == verdict
     assert found[SHARE].clusters == SEQUENCES and found[SHARE].n == SEQUENCES * QUERIES
     assert made.ticks["site"] == ("in 0", "attention 0", "in 1", "attention 1", "out")
-    falls = -np.diff(made.missed.value)
-    assert falls[1 if writer == "mlp" else 0] == pytest.approx(made.missed.value[0] - made.missed.value[-1], abs=1e-3)
+    falls = -np.diff(made["missed"])
+    assert falls[1 if writer == "mlp" else 0] == pytest.approx(made["missed"][0] - made["missed"][-1], abs=1e-3)
     assert found[SKILL].value > 0.9 and beyond(found[SKILL]) == "yes"
-    assert found[SKILL].value == pytest.approx(1 - made.missed.value[-1] / made.position)
-    assert found[FALL].value == pytest.approx(made.missed.value[0] - made.missed.value[-1])
+    assert found[SKILL].value == pytest.approx(1 - made["missed"][-1] / made["position"])
+    assert found[FALL].value == pytest.approx(made["missed"][0] - made["missed"][-1])
     # All at once is no accumulation.
     assert found[GRADUAL].value == pytest.approx(0, abs=0.01) and found[GRADUAL].verdict == "ruled out"
-    assert made.position == pytest.approx(made.input, rel=0.05) and made.shuffled >= made.position - 0.05
+    assert made["position"] == pytest.approx(made["input"], rel=0.05) and made["shuffled"] >= made["position"] - 0.05
 
 
 def test_evidence_that_arrives_in_parts_is_accumulated_and_shared(coarse):
@@ -205,7 +205,7 @@ def test_evidence_that_arrives_in_parts_is_accumulated_and_shared(coarse):
     w = [written(part, 2, 5.0) for part in parts]
     made = belief_readout.measure(viewed([(w[0], w[1]), (w[2], w[3]), (w[4], w[5])], exact))
     found = judged(made)
-    falls = -np.diff(made.missed.value)
+    falls = -np.diff(made["missed"])
     assert found[SHARE].value == pytest.approx(falls[1::2].sum() / falls.sum()) and 0.2 < found[SHARE].value < 0.8
     assert found[GRADUAL].value == pytest.approx(1 - falls.max() / falls.sum())
     assert found[GRADUAL].verdict == "holds"
@@ -250,12 +250,12 @@ def test_an_untrained_model_that_mixes_tokens_does_not_pass(coarse):
 def test_the_belief_is_read_where_there_is_one():
     exact = Posterior(posteriors(9), LOG_P, tuple(range(OUTCOMES)))
     made = belief_readout.measure(viewed([(STILL, written(LOG_P, 2, 5.0))], exact, untrained=2))
-    assert made.missed.value[-1] < 0.1 * made.position
+    assert made["missed"][-1] < 0.1 * made["position"]
 
 
 def test_without_writes_there_is_a_curve_and_no_share():
     made = belief_readout.measure(viewed([(STILL, written(LOG_P, 2, 5.0))] * 2, EXACT, untrained=2, known_writes=False))
-    assert made.missed.value.shape == (3,) and made.ticks["site"] == ("in 0", "in 1", "out")
+    assert made["missed"].shape == (3,) and made.ticks["site"] == ("in 0", "in 1", "out")
     assert {SHARE, GRADUAL}.isdisjoint(judged(made))
     assert "write is unknown" in made.warnings[0] and made.warnings[1].startswith(f"{GRADUAL}: left out")
 
@@ -332,7 +332,7 @@ def test_the_way_of_the_lens():
     (way,) = made.estimates
     assert way.value == pytest.approx(1 - own[2].mean() / own[0].mean())
     assert way.null_low == pytest.approx(1 - other[2].mean() / other[0].mean())
-    np.testing.assert_allclose(made.missed.value, own.mean(1))
+    np.testing.assert_allclose(made["missed"], own.mean(1))
     with refused(UserError, 1, 2):
         belief_readout.measure(ProbeInput(capture, np.zeros(n), observations=own[:2]))
 

@@ -58,7 +58,7 @@ def test_controls_of_the_exact_answer_do_not_move_beyond_it():
     truth = {name: ExactAnswers(one) for name, one in batches.items()}
     own = {name: says(np.exp(one.log_p[:, 0])) for name, one in truth.items()}
     result = measure_controls(truth, own)
-    assert result.movement.value == pytest.approx(0, abs=1e-9)
+    assert result["movement"] == pytest.approx(0, abs=1e-9)
     named = {h.name: h for h in result.estimates}
     apart = named["consistent against alternating"]
     assert apart.value == pytest.approx(1) and apart.null_low < 0 < apart.null_high < 0.6
@@ -82,7 +82,7 @@ def test_controls_of_the_exact_answer_do_not_move_beyond_it():
         told = ExactAnswers(one).observed
         p[told] = np.where([row[-1] == "0" for row in np.array(one.columns["seen"])[told]], 0.9, 0.1)
         copied[name] = says(p)
-    moved = dict(zip(result.ticks["control"], measure_controls(truth, copied).movement.value, strict=True))
+    moved = dict(zip(result.ticks["control"], measure_controls(truth, copied)["movement"], strict=True))
     assert moved["permuted"] > 0.05 > moved["remap"] == pytest.approx(0, abs=1e-9)
 
 

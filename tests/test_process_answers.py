@@ -71,8 +71,8 @@ def test_the_exact_observer_holds_all_of_the_evidence_and_loses_nothing(spec):
     assert h[answers.BIAS].value == pytest.approx(0, abs=1e-9) or excludes
     assert (h[answers.WEIGHT].value == pytest.approx(1) and h[answers.WEIGHT].verdict == "holds") or excludes
     assert bool(h[answers.WEIGHT].claim) != excludes and (answers.EXCLUDES in result.notes) == excludes
-    np.testing.assert_allclose(result.predicted, result.exact, atol=1e-9)
-    np.testing.assert_allclose(result.accuracy.value, result.accuracy_exact)
+    np.testing.assert_allclose(result["predicted"], result["exact"], atol=1e-9)
+    np.testing.assert_allclose(result["accuracy"], result["accuracy_exact"])
 
 
 @pytest.mark.parametrize("slope", [0.4, 1.0, 2.5])
@@ -83,8 +83,8 @@ def test_planted_slope_bias_and_noise_come_back(slope, bias):
     assert h[answers.WEIGHT].low <= slope <= h[answers.WEIGHT].high
     assert h[answers.WEIGHT].value == pytest.approx(slope, abs=0.12)
     assert h[answers.BIAS].value == pytest.approx(bias / math.log(2), abs=0.35)
-    assert result.surface_weight.value == pytest.approx(slope, abs=0.25)
-    assert h[answers.LOSS].value == pytest.approx(h[answers.DIVERGENCE].value - result.observer.value[1])
+    assert result["surface_weight"] == pytest.approx(slope, abs=0.25)
+    assert h[answers.LOSS].value == pytest.approx(h[answers.DIVERGENCE].value - result["observer"][1])
 
 
 @pytest.mark.parametrize("slope", [-1.0, 0.0])
@@ -126,7 +126,7 @@ def test_divergence_is_that_of_the_formula_written_out():
     by_k: dict[int, list[float]] = {}
     for k, p, q in zip(batch.columns["k"], exact, own, strict=True):
         by_k.setdefault(k, []).append(sum(a * math.log2(a / b) for a, b in zip(p, q, strict=True) if a > 0))
-    np.testing.assert_allclose(result.divergence.value, [np.mean(by_k[k]) for k in sorted(by_k)], rtol=1e-12)
+    np.testing.assert_allclose(result["divergence"], [np.mean(by_k[k]) for k in sorted(by_k)], rtol=1e-12)
     with_evidence = [x for k, row in by_k.items() if k > 0 for x in row]
     assert found(result)[answers.DIVERGENCE].value == pytest.approx(np.mean(with_evidence))
 

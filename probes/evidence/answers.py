@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +15,7 @@ from llmgeom.probe import NO_CONTEXT, Batch, ProbeInput, UserError
 from llmgeom.probes.evidence.depths import exchanged
 from llmgeom.probes.evidence.predictions import CONTROL_PROMPTS, LABEL_NEEDS, ExactAnswers, LabelPredictions
 from llmgeom.probes.shared.nulls import Statistic, compare
-from llmgeom.result import SENTENCE, Curve, Estimate, Figure, Result, curve, quantity
+from llmgeom.result import SENTENCE, Estimate, Labelled, Measured, labelled, line
 from llmgeom.stats.information import bits, kl
 from llmgeom.stats.resampling import LEAST_CLUSTERS, interval_ends, jackknife, mean_intervals
 from llmgeom.stats.verdict import ALPHA
@@ -45,54 +45,7 @@ CLAIMS = declared(PROCESS)
 NEEDS = replace(LABEL_NEEDS, controls=frozenset({NO_CONTEXT}), control_prompts=CONTROL_PROMPTS)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answers(Result):
-    """How the model's answers weigh the evidence, by k and by surface, compared with the exact ones."""
-
-    TITLE = "Answers compared with the exact ones"
-
-    k: np.ndarray = quantity("k", "observations", "number of observations before the question")
-    accuracy: Curve = curve(
-        "k",
-        "fraction",
-        "accuracy: exact probability of the model's likeliest answer; dashed: of the exact observer's",
-        interval="clusters",
-        beside="accuracy_exact",
-    )
-    accuracy_exact: np.ndarray = quantity("k", "fraction", "accuracy of the exact observer")
-    answer: Curve = curve(
-        "k",
-        "probability",
-        "the model's probability of the likeliest answer; dashed: the exact one",
-        interval="clusters",
-        beside="answer_exact",
-    )
-    answer_exact: np.ndarray = quantity("k", "probability", "exact probability of the likeliest answer")
-    predicted: np.ndarray = quantity("decile", "probability", "the model's probability of an answer, by its deciles")
-    exact: np.ndarray = quantity(
-        "decile",
-        "probability",
-        "reliability: exact probability of the answers; dashed: what the model says",
-        Figure("curve", beside="predicted"),
-    )
-    drawn: np.ndarray = quantity("decile", "fraction", "how often the same answers were drawn")
-    follows: np.ndarray = quantity(
-        "k", "fraction", "prompts without a tie whose likeliest answer is the exact one's; chance where all are ties"
-    )
-    surface_weight: Curve = curve("surface", "of Bayes' rule", "weight of evidence within surface", interval="clusters")
-    surface_resolution: Curve = curve("surface", "fraction", "resolution within surface", interval="clusters")
-    divergence: Curve = curve(
-        "k", "bits", "KL(exact || answer); dashed: after recalibration", interval="clusters", beside="divergence_left"
-    )
-    divergence_left: np.ndarray = quantity("k", "bits", "the same after recalibration on other clusters")
-    divergence_even: np.ndarray = quantity("k", "bits", "KL(exact || even answer): the bits that there are to know")
-    weight_by_k: np.ndarray = quantity("shown", "of Bayes' rule", "weight of evidence by k, above 0")
-    mass: np.ndarray = quantity("k", "fraction", "probability of all answers together", Figure("curve"))
-    observer: Curve = curve("observer", "bits", "KL(exact || observer), prompts with evidence", interval="clusters")
-    resolution_shuffled: np.ndarray = quantity("exchange", "fraction", "resolution of answers given to other prompts")
-
-
-def measure(data: ProbeInput) -> Answers:
+def measure(data: ProbeInput) -> Measured:
     """Weight, bias, resolution and calibration. Raises UserError as `measure_answers`."""
     read = data.null_subset.capture
     controls = Controls(read.batch, LabelPredictions.of(read), data.no_context_observations)
@@ -113,7 +66,7 @@ class Controls:
     no_context: LabelPredictions | None = None
 
 
-def measure_answers(batch: Batch, model: LabelPredictions, controls: Controls | None = None, seed: int = 0) -> Answers:
+def measure_answers(batch: Batch, model: LabelPredictions, controls: Controls | None = None, seed: int = 0) -> Measured:
     """`measure` from predictions.
 
     Args:
@@ -171,32 +124,58 @@ def measure_answers(batch: Batch, model: LabelPredictions, controls: Controls | 
     left[rows] = own.left
     losses = {MODEL: own.raw, RECALIBRATED: own.left} | {name: lost[rows] for name, lost in losses.items()}
     follows = _follows(truth, top)
-    result = Answers(
-        k=np.array(truth.ks, dtype=float),
-        accuracy=curve_by(truth.k, right, truth.cluster),
-        accuracy_exact=mean_by(truth.k, p.max(1)),
-        answer=curve_by(truth.k, np.exp(model.log_p)[every_row, likeliest], truth.cluster),
-        answer_exact=mean_by(truth.k, p.max(1)),
-        predicted=predicted,
-        exact=reliable,
-        drawn=drawn,
-        follows=follows,
-        surface_weight=Curve(
-            np.array([weight(w.z, w.e) for w in within]),
-            interval=interval_ends(jackknife(partial(_weight, w), np.arange(len(w.z)), w.cluster) for w in within),
-        ),
-        surface_resolution=Curve(
-            np.array([_resolution(w) for w in within]),
-            interval=interval_ends(jackknife(partial(_resolution, w), np.arange(len(w.z)), w.cluster) for w in within),
-        ),
-        divergence=curve_by(truth.k, every.raw, truth.cluster),
-        divergence_left=mean_by(truth.k, left),
-        divergence_even=mean_by(truth.k, every.even),
-        weight_by_k=np.array([weight(own.z[k == number], own.e[k == number]) for number in spread]),
-        mass=mean_by(truth.k, model.mass),
-        observer=Curve(np.array([x.mean() for x in losses.values()]),
-                       interval=mean_intervals([*losses.values()], own.cluster)),
-        resolution_shuffled=shuffled,
+
+    def by_k(name: str, values: np.ndarray, unit: str, meaning: str, beside: str) -> dict[str, Labelled | None]:
+        """Means at each k, with 95 % intervals over clusters."""
+        at = [np.flatnonzero(truth.k == number) for number in truth.ks]
+        ends = np.concatenate([mean_intervals(values[None, some], truth.cluster[some]) for some in at])
+        return line(name, mean_by(truth.k, values), "k", unit, meaning, interval=("clusters", ends), beside=beside)
+
+    def by_surface(
+        name: str, of: Callable[[Weighing, Any], float], unit: str, meaning: str
+    ) -> dict[str, Labelled | None]:
+        ends = interval_ends(jackknife(partial(of, w), np.arange(len(w.z)), w.cluster) for w in within)
+        each = [of(w, np.arange(len(w.z))) for w in within]
+        return line(name, each, "surface", unit, f"{meaning} within surface", interval=("clusters", ends))
+
+    most, weights = mean_by(truth.k, p.max(1)), [weight(own.z[k == number], own.e[k == number]) for number in spread]
+    means, ends = [x.mean() for x in losses.values()], mean_intervals([*losses.values()], own.cluster)
+    labelled_arrays = {
+        "k": labelled(np.array(truth.ks, dtype=float), "k", "observations",
+                      "number of observations before the question"),
+        **by_k("accuracy", right, "fraction",
+               "accuracy: exact probability of the model's likeliest answer; dashed: of the exact observer's",
+               "accuracy_exact"),
+        "accuracy_exact": labelled(most, "k", "fraction", "accuracy of the exact observer"),
+        **by_k("answer", np.exp(model.log_p)[every_row, likeliest], "probability",
+               "the model's probability of the likeliest answer; dashed: the exact one", "answer_exact"),
+        "answer_exact": labelled(most, "k", "probability", "exact probability of the likeliest answer"),
+        "predicted": labelled(predicted, "decile", "probability",
+                              "the model's probability of an answer, by its deciles"),
+        **line("exact", reliable, "decile", "probability",
+               "reliability: exact probability of the answers; dashed: what the model says", beside="predicted"),
+        "drawn": labelled(drawn, "decile", "fraction", "how often the same answers were drawn"),
+        "follows": labelled(
+            follows, "k", "fraction",
+            "prompts without a tie whose likeliest answer is the exact one's; chance where all are ties"),
+        **by_surface("surface_weight", _weight, "of Bayes' rule", "weight of evidence"),
+        **by_surface("surface_resolution", _resolution, "fraction", "resolution"),
+        **by_k("divergence", every.raw, "bits", "KL(exact || answer); dashed: after recalibration", "divergence_left"),
+        "divergence_left": labelled(mean_by(truth.k, left), "k", "bits",
+                                    "the same after recalibration on other clusters"),
+        "divergence_even": labelled(mean_by(truth.k, every.even), "k", "bits",
+                                    "KL(exact || even answer): the bits that there are to know"),
+        "weight_by_k": labelled(weights, "shown", "of Bayes' rule", "weight of evidence by k, above 0"),
+        **line("mass", mean_by(truth.k, model.mass), "k", "fraction", "probability of all answers together"),
+        **line("observer", means, "observer", "bits", "KL(exact || observer), prompts with evidence",
+               interval=("clusters", ends)),
+        "resolution_shuffled": labelled(shuffled, "exchange", "fraction",
+                                        "resolution of answers given to other prompts"),
+    }  # fmt: skip
+    return Measured.of(
+        "Answers compared with the exact ones",
+        labelled_arrays,
+        __name__,
         estimates=tuple(estimates),
         ticks={"k": tuple(truth.ks), "shown": tuple(map(int, spread)), "observer": tuple(losses), "surface": names},
         warnings=(f"the answers together have {mass:.0%} of the probability, less than half: the rest is not compared, "
@@ -204,20 +183,13 @@ def measure_answers(batch: Batch, model: LabelPredictions, controls: Controls | 
         notes=("k = 0 enters no number over all prompts: there is nothing to weigh",) * (0 in truth.ks)
         + ("surfaces are pooled: one of them has fewer than 5 sets of labels",) * pooled
         + (EXCLUDES,) * exact,
+        facts={SENTENCE: _sentence(used, weighed, truth.ks[-1], follows[-1])},
     )  # fmt: skip
-    return replace(result, facts={SENTENCE: _sentence(used, weighed, truth.ks[-1], follows[-1])})
 
 
 def mean_by(group: np.ndarray, values: np.ndarray) -> np.ndarray:
     """[group] means, in ascending order of the group."""
     return np.array([values[group == name].mean() for name in np.unique(group)])
-
-
-def curve_by(group: np.ndarray, values: np.ndarray, cluster: np.ndarray) -> Curve:
-    """`mean_by` with 95 % intervals over clusters."""
-    at = [np.flatnonzero(group == name) for name in np.unique(group)]
-    interval = np.concatenate([mean_intervals(values[None, rows], cluster[rows]) for rows in at])
-    return Curve(mean_by(group, values), interval=interval)
 
 
 def weighing(batch: Batch, said: LabelPredictions) -> Weighing:

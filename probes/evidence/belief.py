@@ -32,7 +32,7 @@ from llmgeom.probes.evidence.predictions import (
     label_words,
 )
 from llmgeom.probes.shared.nulls import compare
-from llmgeom.result import Curve, Estimate, Figure, Result, curve, quantity
+from llmgeom.result import Estimate, Figure, Measured, labelled
 from llmgeom.stats import shared_line
 from llmgeom.stats.information import bits
 
@@ -40,33 +40,6 @@ BELIEF = "sula_belief"
 LAST, MIDDLE = "log odds along the labels, last layer", "log odds along the labels, half way"
 LEAST_SPREAD = 0.05  # nats: least standard deviation of the exact log odds for a read-out
 CLAIMS = declared(BELIEF)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Belief(Result):
-    """R2 of the exact log odds read along the labels' own directions, layer by layer."""
-
-    TITLE = "Belief in the residual stream"
-
-    along: Curve = curve(
-        "depth",
-        "R2",
-        "exact log odds read from the label-aligned coordinate, other labels and clusters",
-        interval="clusters",
-        null="band of untrained copies",
-        beside="without_context",
-    )
-    without_context: np.ndarray = quantity(
-        "depth", "R2", "the same of the trained weights without context; 0 where the model has no such control"
-    )
-    shuffled: np.ndarray | None = quantity("depth bound", "R2", "band of the same with evidence of other prompts")
-    slope: np.ndarray = quantity("depth", "bits", "slope of the line: log odds for one unit of the coordinate")
-    coordinate: np.ndarray = quantity(
-        "row answer",
-        "bits",
-        "centred log odds of the first label: exact, and as read at the last layer",
-        Figure("scatter"),
-    )
 
 
 def rows_of_labels(subject: Model, captures: Mapping[str, Capture]) -> dict[str, np.ndarray]:
@@ -120,7 +93,7 @@ NEEDS = Needs(
 )
 
 
-def measure(data: ProbeInput) -> Belief:
+def measure(data: ProbeInput) -> Measured:
     """Held-out R2 at every depth, of the model and its controls.
 
     Raises UserError: fewer than 5 clusters, or exact log odds that hardly vary.
@@ -150,7 +123,7 @@ class Read:
         )
 
 
-def measure_belief(batch: Batch, model: LabelCoordinates, read: Read, seed: int) -> Belief:
+def measure_belief(batch: Batch, model: LabelCoordinates, read: Read, seed: int) -> Measured:
     """`measure` from the coordinates of the model on a batch, and those on the prompts that controls read."""
     truth, of_read = ExactAnswers(batch), ExactAnswers(read.batch)
     if truth.k.max() < 2:
@@ -181,12 +154,18 @@ def measure_belief(batch: Batch, model: LabelCoordinates, read: Read, seed: int)
         return compare(claim, statistic, own[depth], cluster, {}, nulls, interval=r2.spans[depth], without=without)
 
     last, middle = len(activations) - 1, len(activations) // 2
-    return Belief(
-        along=r2.curve,
-        without_context=r2.without,
-        shuffled=r2.shuffled_band,
-        slope=bits(np.array([line.slope(z) for z in own])),
-        coordinate=bits(np.stack([odds[:, 0], line.predicted(own[last])[:, 0]], 1)),
+    coordinate = bits(np.stack([odds[:, 0], line.predicted(own[last])[:, 0]], 1))
+    slope, along = bits(np.array([line.slope(z) for z in own])), "exact log odds read from the label-aligned coordinate"
+    read_along = f"{along}, other labels and clusters"
+    pairs = "centred log odds of the first label: exact, and as read at the last layer"
+    return Measured.of(
+        "Belief in the residual stream",
+        {
+            **r2.labelled("along", read_along, "clusters", "without_context", "shuffled"),
+            "slope": labelled(slope, "depth", "bits", "slope of the line: log odds for one unit of the coordinate"),
+            "coordinate": labelled(coordinate, "row answer", "bits", pairs, Figure("scatter")),
+        },
+        __name__,
         estimates=(claimed(LAST, last), claimed(MIDDLE, middle)),
         ticks={
             "depth": (*(f"in {layer}" for layer in range(last)), "out"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from llmgeom.probes.evidence.predictions import (
     label_entropy,
 )
 from llmgeom.probes.shared.nulls import Statistic, compare
-from llmgeom.result import Curve, Estimate, Result, curve
+from llmgeom.result import Estimate, Measured, line
 from llmgeom.stats.resampling import mean_intervals
 
 CONTROLS = "sula_controls"
@@ -40,24 +39,13 @@ NEEDS = Needs(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Controls(Result):
-    """Changes of the model's answers when the prompt changes with a known effect on the exact answer."""
-
-    TITLE = "Controls (SULA)"
-
-    movement: Curve = curve(
-        "control", "probability", "mean |change of P(first)| beyond the exact one", interval="label pairs"
-    )
-
-
-def measure(data: ProbeInput) -> Controls:
+def measure(data: ProbeInput) -> Measured:
     """Movement of the answers under changes with a known effect."""
     truth, (model,) = by_sample(data, (MAIN, *VARIANTS), copies=0)
     return measure_controls(truth, model, data.seed)
 
 
-def measure_controls(truth: Mapping[str, ExactAnswers], own: Mapping[str, LabelPredictions], seed: int = 0) -> Controls:
+def measure_controls(truth: Mapping[str, ExactAnswers], own: Mapping[str, LabelPredictions], seed: int = 0) -> Measured:
     """`measure` from exact answers and the model's predictions by sample.
 
     Its controls are made of the same answers: each changed prompt is given the answer to that of another prompt with as
@@ -91,8 +79,12 @@ def measure_controls(truth: Mapping[str, ExactAnswers], own: Mapping[str, LabelP
     estimates = [against(f"movement: {name}", mean_movement(name), OTHERS, others) for name in MOVED]
     estimates.append(against("consistent against alternating", separation, AT_RANDOM, at_random))
     moved = [movement(own, name)[rows] for name in MOVED]
-    return Controls(
-        movement=Curve(np.array([x.mean() for x in moved]), interval=mean_intervals(moved, cluster[rows])),
+    means, over = [x.mean() for x in moved], ("label pairs", mean_intervals(moved, cluster[rows]))
+    said = "mean |change of P(first)| beyond the exact one"
+    return Measured.of(
+        "Controls (SULA)",
+        line("movement", means, "control", "probability", said, interval=over),
+        __name__,
         estimates=tuple(estimates),
         ticks={"control": MOVED},
     )

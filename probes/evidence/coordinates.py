@@ -12,51 +12,18 @@ from llmgeom.probe import Batch, Capture, ProbeInput, Site, UserError
 from llmgeom.probes.evidence import belief
 from llmgeom.probes.evidence.depths import ByDepth, Ridge
 from llmgeom.probes.evidence.predictions import MAIN, ExactAnswers
-from llmgeom.result import Curve, Result, curve, quantity
+from llmgeom.result import Measured
 from llmgeom.stats.shared_line import Line, blocks
 
 COORDINATES = "simplex"
 HIDDEN = "hidden state"
 DRAWS = 39  # draws of shuffled evidence
 LEAST_SPREAD = 0.02  # least standard deviation of probabilities at equal k for a read-out
-
-
-@dataclass(frozen=True, kw_only=True)
-class Simplex(Result):
-    """R2 of the exact answer, a point of the simplex, read along the labels' directions, layer by layer."""
-
-    TITLE = "Belief as a point of the simplex"
-
-    along: Curve = curve(
-        "depth",
-        "R2",
-        "exact probabilities of the labels, read along the labels' directions, other labels and clusters",
-        interval="clusters",
-        null="band of untrained copies",
-        beside="along_without",
-    )
-    along_without: np.ndarray = quantity("depth", "R2", "without context; 0 where the model has no such control")
-    along_shuffled: np.ndarray | None = quantity("depth bound", "R2", "band with evidence of other prompts")
-    state: Curve | None = curve(
-        "depth",
-        "R2",
-        "probabilities of the hidden states, one for each label, read in the same way",
-        interval="clusters",
-        null="band of untrained copies",
-        beside="state_without",
-    )
-    state_without: np.ndarray | None = quantity("depth", "R2", "without context; 0 where there is no such control")
-    state_shuffled: np.ndarray | None = quantity("depth bound", "R2", "band with evidence of other prompts")
-    chain: Curve | None = curve(
-        "depth",
-        "R2",
-        "probabilities of the hidden chains, read by ridge regression from the residual stream",
-        interval="clusters, fits held fixed",
-        null="band of untrained copies",
-        beside="chain_without",
-    )
-    chain_without: np.ndarray | None = quantity("depth", "R2", "without context; 0 where there is no such control")
-    chain_shuffled: np.ndarray | None = quantity("depth bound", "R2", "band with evidence of other prompts")
+MEANINGS = {
+    "along": "exact probabilities of the labels, read along the labels' directions, other labels and clusters",
+    "state": "probabilities of the hidden states, one for each label, read in the same way",
+    "chain": "probabilities of the hidden chains, read by ridge regression from the residual stream",
+}
 
 
 @dataclass(frozen=True)
@@ -85,12 +52,12 @@ def collect(captures: Mapping[str, Capture], embedding: Mapping[str, np.ndarray]
 NEEDS = replace(belief.NEEDS, collect=collect)
 
 
-def measure(data: ProbeInput) -> Simplex:
+def measure(data: ProbeInput) -> Measured:
     """R2 at every depth, of the model and its controls. Raises UserError for answers that hardly vary at equal k."""
     return measure_simplex(data.capture.batch, data.observations, belief.Read.of(data, collect), data.seed)
 
 
-def measure_simplex(batch: Batch, model: Coordinates, read: belief.Read, seed: int) -> Simplex:
+def measure_simplex(batch: Batch, model: Coordinates, read: belief.Read, seed: int) -> Measured:
     """`measure` from the coordinates of the model on a batch, and those on the prompts that controls read."""
     truth, of_read = ExactAnswers(batch), ExactAnswers(read.batch)
     rows, k, cluster = truth.observed, truth.k[truth.observed], truth.cluster[truth.observed]
@@ -134,12 +101,14 @@ def measure_simplex(batch: Batch, model: Coordinates, read: belief.Read, seed: i
             held = blocks([cluster], seed)[:, 0], blocks([of_read.cluster[some]], seed)[:, 0]
             parts["chain"] = by_depth(Ridge(target, k, held[0]), Ridge(fewer, few, held[1]), "stream")
     last = len(model.along) - 1
-    of_hidden = ("state", "state_without", "state_shuffled", "chain", "chain_without", "chain_shuffled")
-    curves: dict[str, Any] = dict.fromkeys(of_hidden)  # None if the process has no hidden state
+    curves: dict[str, Any] = {}
     for part, r2 in parts.items():
-        curves |= {part: r2.curve, f"{part}_without": r2.without, f"{part}_shuffled": r2.shuffled_band}
-    return Simplex(
-        **curves,
+        over = "clusters" + ", fits held fixed" * (part == "chain")
+        curves |= r2.labelled(part, MEANINGS[part], over, f"{part}_without", f"{part}_shuffled")
+    return Measured.of(
+        "Belief as a point of the simplex",
+        curves,
+        __name__,
         ticks={"depth": (*(f"in {layer}" for layer in range(last)), "out")},
         notes=tuple(notes),
         unmeasured=unmeasured,

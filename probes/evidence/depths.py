@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from llmgeom.claims import layer_band
 from llmgeom.probe import UNTRAINED
-from llmgeom.result import Curve
+from llmgeom.result import Labelled, labelled, line
 from llmgeom.stats import ridge_probe
 from llmgeom.stats.resampling import Interval, interval_ends, jackknife
 from llmgeom.stats.shared_line import Line
@@ -63,14 +64,18 @@ class ByDepth:
             np.array([target.exchanged_r2(x, orders) for x in activations]),
         )
 
-    @property
-    def curve(self) -> Curve:
-        """R2 with its intervals and the band of the untrained copies."""
-        return Curve(self.value, interval_ends(self.spans), layer_band({UNTRAINED: self.untrained}))
-
-    @property
-    def shuffled_band(self) -> Float[np.ndarray, "depth bound"] | None:
-        return layer_band({SHUFFLED: self.shuffled.T})
+    def labelled(self, name: str, meaning: str, over: str, without: str, shuffled: str) -> dict[str, Labelled | None]:
+        """R2 as the quantity `name`, with its intervals `over` clusters and the band of the untrained copies; and the
+        quantities `without` and `shuffled`, of the model without context and with evidence of other prompts."""
+        interval, band = interval_ends(self.spans), layer_band({UNTRAINED: self.untrained})
+        around: Any = {"interval": (over, interval), "null": ("band of untrained copies", band)}
+        of_others = layer_band({SHUFFLED: self.shuffled.T})
+        cut = "the same of the trained weights without context; 0 where the model has no such control"
+        return {
+            **line(name, self.value, "depth", "R2", meaning, beside=without, **around),
+            without: labelled(self.without, "depth", "R2", cut),
+            shuffled: labelled(of_others, "depth bound", "R2", "band of the same with evidence of other prompts"),
+        }
 
 
 @dataclass(frozen=True)

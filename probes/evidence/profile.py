@@ -3,36 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-
-import numpy as np
 
 from llmgeom.probes.evidence.answers import PROCESS, RESOLUTION, WEIGHT
 from llmgeom.record import Record
-from llmgeom.result import SENTENCE, Curve, Estimate, Result, curve, quantity
+from llmgeom.result import SENTENCE, Estimate, Measured, labelled, line
 
 PROFILE = "profile"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Profile(Result):
-    """What the model makes of the evidence of each process. Its claims are those of the processes."""
-
-    TITLE = "Profile"
-
-    accuracy: Curve = curve(
-        "process", "fraction", "accuracy with the most observations; dashed: the exact observer's",
-        interval="clusters", beside="accuracy_exact",
-    )  # fmt: skip
-    accuracy_exact: np.ndarray = quantity("process", "fraction", "accuracy of the exact observer there")
-    resolution: Curve = curve(
-        "process",
-        "fraction",
-        "resolution: share of what the evidence says",
-        interval="clusters",
-        null="hardest control",
-    )
-    weight: Curve = curve("process", "of Bayes' rule", "weight of evidence; 1 is Bayes' rule", interval="clusters")
 
 
 def profile(records: Sequence[Record], facts: Mapping[str, object] | None = None) -> Record | None:
@@ -48,18 +24,31 @@ def profile(records: Sequence[Record], facts: Mapping[str, object] | None = None
     names, first = tuple(str(record.source["name"]) for record in some), some[0]
     arrays = [record.results[PROCESS].arrays for record in some]
     used, weighed = ([found(record, name) for record in some] for name in (RESOLUTION, WEIGHT))
-    result = Profile(
-        accuracy=Curve(np.array([one["accuracy"][-1] for one in arrays]),
-                       interval=np.array([one["accuracy_interval"][-1] for one in arrays])),
-        accuracy_exact=np.array([one["accuracy_exact"][-1] for one in arrays]),
-        resolution=Curve(np.array([h.value for h in used]), interval=np.array([(h.low, h.high) for h in used]),
-                         null=np.array([h.control_range for h in used])),
-        weight=Curve(np.array([h.value for h in weighed]), interval=np.array([(h.low, h.high) for h in weighed])),
+    own, own_ends, exact = (
+        [one[key][-1] for one in arrays] for key in ("accuracy", "accuracy_interval", "accuracy_exact")
+    )
+    (resolved, over_used), (weights, over_weighed) = (
+        ([h.value for h in some], ("clusters", [(h.low, h.high) for h in some])) for some in (used, weighed)
+    )
+    of_accuracy = "accuracy with the most observations; dashed: the exact observer's"
+    of_used, null = "resolution: share of what the evidence says", ("hardest control", [h.control_range for h in used])
+    of_weight = "weight of evidence; 1 is Bayes' rule"
+    result = Measured.of(
+        "Profile",
+        {
+            **line("accuracy", own, "process", "fraction", of_accuracy, interval=("clusters", own_ends),
+                   beside="accuracy_exact"),
+            "accuracy_exact": labelled(exact, "process", "fraction", "accuracy of the exact observer there"),
+            **line("resolution", resolved, "process", "fraction", of_used, interval=over_used, null=null),
+            **line("weight", weights, "process", "of Bayes' rule", of_weight, interval=over_weighed),
+        },
+        __name__,
         ticks={"process": names},
+        facts={SENTENCE: sentence(some)},
     )  # fmt: skip
     about = {"kind": "processes", "name": PROFILE, "processes": list(names)}
     return Record(
-        results={PROFILE: replace(result, facts={SENTENCE: sentence(some)}).lowered()},
+        results={PROFILE: result},
         unmeasured={},
         prompts={},
         subject=first.subject,

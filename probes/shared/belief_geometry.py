@@ -11,7 +11,7 @@ import torch
 from llmgeom.claims import Claim
 from llmgeom.probe import LEAST_SEQUENCES, UNTRAINED, WHOLE, Capture, ProbeInput, Site, Unavailable
 from llmgeom.probes.shared.nulls import compare, null_band
-from llmgeom.result import Curve, Figure, Result, curve, quantity
+from llmgeom.result import Estimate, Figure, Labelled, Measured, labelled, line
 from llmgeom.stats.ridge_probe import folds, read
 
 MOST_ROWS = 1000  # rows of whole sequences, in random order; more would only cost time
@@ -26,32 +26,6 @@ METRICS = {
     for name in (OF_ALL, FURTHER)
 }  # fmt: skip
 CORNERS = np.array([[0.0, 0.0], [1.0, 0.0], [0.5, 0.75**0.5]])
-
-
-@dataclass(frozen=True, kw_only=True)
-class BeliefGeometry(Result):
-    """Held-out ridge read-outs of the exact belief from the residual stream, layer by layer."""
-
-    TITLE = "Belief about the hidden state"
-
-    r2: Curve = curve("depth", "R2", "R2 of a linear read-out, held out", null="band of untrained copies")
-    beyond: Curve | None = curve("depth", "R2", f"R2 beyond {NEXT}", null="band of untrained copies")
-    held: np.ndarray = quantity(
-        "prompt component",
-        "probability",
-        "as the residual stream holds it, by a held-out linear read-out",
-        Figure("scatter", colour="likeliest", layers="held_layers"),
-    )
-    held_layers: np.ndarray = quantity("layer prompt component", "probability", "the same after each layer")
-    untrained: np.ndarray | None = quantity(
-        "prompt component",
-        "probability",
-        "as an untrained copy holds it after the last layer",
-        Figure("scatter", colour="likeliest"),
-    )
-    exact: np.ndarray = quantity(
-        "prompt component", "probability", "the exact one", Figure("scatter", colour="likeliest")
-    )
 
 
 @dataclass(frozen=True)
@@ -117,7 +91,7 @@ def some_sequences(capture: Capture, seed: int) -> np.ndarray:
     return np.flatnonzero(kept & np.isin(prompt, order[total <= MOST_ROWS]))
 
 
-def measure_belief(view: ProbeInput) -> BeliefGeometry:
+def measure_belief(view: ProbeInput) -> Measured:
     """R2 of the belief at every depth, of the model and of its untrained copies; and the pictures of the beliefs.
 
     R2 = 1 - sum |b - read-out|^2 / sum |b - mean|^2 over rows and states, the mean over other sequences at the same
@@ -135,8 +109,10 @@ def measure_belief(view: ProbeInput) -> BeliefGeometry:
     if len(view.capture.prompt) != len(view.capture.batch):
         raise Unavailable("the picture has one point a sequence: query one position of each")
     rows = Rows.of(whole, view.seed)
-    estimates, curves = [], {}
-    for name, target in ((OF_ALL, rows.belief), (FURTHER, rows.further)):
+    estimates: list[Estimate] = []
+    curves: dict[str, Labelled | None] = {}
+    said = {"r2": "R2 of a linear read-out, held out", "beyond": f"R2 beyond {NEXT}"}
+    for key, name, target in (("r2", OF_ALL, rows.belief), ("beyond", FURTHER, rows.further)):
         if target is None:
             continue
         model = rows.errors(whole.capture, target)
@@ -146,16 +122,22 @@ def measure_belief(view: ProbeInput) -> BeliefGeometry:
         controls = {UNTRAINED: [control[-1] for control in untrained]}
         estimates.append(compare(METRICS[name], _r2, model[-1], rows.clusters, controls, without=without))
         band = null_band({UNTRAINED: [[_r2(one) for one in control] for control in untrained]})
-        curves[name] = Curve(np.array([_r2(one) for one in model]), null=band)
+        r2 = [_r2(one) for one in model]
+        curves |= line(key, r2, "depth", "R2", said[key], null=("band of untrained copies", band))
     exact, layers, untrained_copy = _pictures(view, rows, whole)
     nothing = {FURTHER: f"{NEXT} gives the belief by a linear map: there is nothing beyond it"}
-    return BeliefGeometry(
-        r2=curves[OF_ALL],
-        beyond=curves.get(FURTHER),
-        held=layers[-1],
-        held_layers=layers,
-        untrained=untrained_copy,
-        exact=exact,
+    axes, unit, likeliest = "prompt component", "probability", Figure("scatter", colour="likeliest")
+    of_layers, held = Figure("scatter", colour="likeliest", layers="held_layers"), "as the residual stream holds it"
+    copy = "as an untrained copy holds it after the last layer"
+    return Measured.of(
+        "Belief about the hidden state",
+        {
+            **curves,
+            "held": labelled(layers[-1], axes, unit, f"{held}, by a held-out linear read-out", of_layers),
+            "held_layers": labelled(layers, f"layer {axes}", unit, "the same after each layer"),
+            "untrained": labelled(untrained_copy, axes, unit, copy, likeliest),
+            "exact": labelled(exact, axes, unit, "the exact one", likeliest),
+        },
         estimates=tuple(estimates),
         unmeasured=nothing if rows.further is None else {},
     )
