@@ -18,7 +18,7 @@ from torch import Tensor
 from llmgeom.claims import Null, declared, layer_band
 from llmgeom.probe import UNTRAINED, Batch, Model, Needs, ProbeInput, UserError
 from llmgeom.probes.shared.nulls import compare
-from llmgeom.result import Curve, Estimate, Figure, Result as Base, curve, quantity
+from llmgeom.result import Estimate, Figure, Measured, labelled, line
 from llmgeom.run import CONTROLS
 from studies.gradients import Mixing, step
 
@@ -157,38 +157,7 @@ def _rival(mixing: Mixing) -> float:
 NEEDS = Needs(controls=frozenset({UNTRAINED}), examine=lambda subject, captures: read(subject, captures[""].batch))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result(Base):
-    """The stakes of every head's routing, and how far the next step follows the advantage."""
-
-    TITLE = "Next step and advantage"
-
-    error: np.ndarray = quantity("gradient layer", "of the largest", "largest |law - autograd|", Figure("heatmap"))
-    rival: np.ndarray = quantity(
-        "layer", "of the largest", "error of the score law without its baseline (of a scan: with one)"
-    )
-    map: np.ndarray = quantity(
-        "query key", "nats per unit of score", "-dL/ds: where weight should go, head of the highest stakes",
-        Figure("heatmap"),
-    )  # fmt: skip
-    stakes: np.ndarray = quantity(
-        "layer head", "nats per unit of score", "sum over keys of |dL/ds|, mean over queries", Figure("heatmap")
-    )
-    positive: np.ndarray = quantity(
-        "layer head", "fraction", "share of attention on keys of positive advantage", Figure("heatmap")
-    )
-    follows: np.ndarray = quantity(
-        "layer head", "fraction", "share of attention that the next step moves as the advantage says", Figure("heatmap")
-    )
-    agreement: Curve = curve(
-        "layer",
-        "fraction",
-        "share of attention that the next step moves as the advantage says",
-        null="advantages of a row in random order",
-    )
-
-
-def measure(view: ProbeInput) -> Result:
+def measure(view: ProbeInput) -> Measured:
     """Maps, curves and metrics from the readings of the model and of its untrained controls.
 
     Raises UserError: the formulas do not give the gradients of automatic differentiation; fewer than 5 clusters; or no
@@ -227,17 +196,27 @@ def measure(view: ProbeInput) -> Result:
         estimates.append(share(BEYOND, "agree", "mass"))
         if ours.scan:
             estimates.append(share(PART, "relative", "whole"))
-    return Result(
-        error=ours.error,
-        rival=ours.rival,
-        map=ours.map,
-        stakes=ours.stakes,
-        positive=_ratio(ours.positive.sum(2), ours.mass.sum(2)),
-        follows=_ratio(ours.agree.sum(2), ours.mass.sum(2)),
-        agreement=Curve(
-            _ratio(ours.agree.sum((1, 2)), ours.mass.sum((1, 2))),
-            null=layer_band({"random order": _ratio(ours.shuffled[:, :, 0].sum(2), ours.mass.sum((1, 2)))}),
-        ),
+    heatmap, largest, share_of = Figure("heatmap"), "of the largest", "share of attention"
+    positive, follows = (_ratio(of.sum(2), ours.mass.sum(2)) for of in (ours.positive, ours.agree))
+    agreement = _ratio(ours.agree.sum((1, 2)), ours.mass.sum((1, 2)))
+    order = layer_band({"random order": _ratio(ours.shuffled[:, :, 0].sum(2), ours.mass.sum((1, 2)))})
+    null, unit = ("advantages of a row in random order", order), "nats per unit of score"
+    moved = f"{share_of} that the next step moves as the advantage says"
+    rival = "error of the score law without its baseline (of a scan: with one)"
+    to_go = "-dL/ds: where weight should go, head of the highest stakes"
+    stakes, of_keys = "sum over keys of |dL/ds|, mean over queries", f"{share_of} on keys of positive advantage"
+    return Measured.of(
+        "Next step and advantage",
+        {
+            "error": labelled(ours.error, "gradient layer", largest, "largest |law - autograd|", heatmap),
+            "rival": labelled(ours.rival, "layer", largest, rival),
+            "map": labelled(ours.map, "query key", unit, to_go, heatmap),
+            "stakes": labelled(ours.stakes, "layer head", unit, stakes, heatmap),
+            "positive": labelled(positive, "layer head", "fraction", of_keys, heatmap),
+            "follows": labelled(follows, "layer head", "fraction", moved, heatmap),
+            **line("agreement", agreement, "layer", "fraction", moved, null=null),
+        },
+        __name__,
         estimates=tuple(estimates),
         warnings=_warnings(ours),
         notes=(

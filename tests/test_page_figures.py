@@ -198,27 +198,6 @@ def test_words_stand_out_from_what_is_behind_them(scheme):
     assert re.findall(r"[^-]color: (#\w+)", css) == []
 
 
-def test_dose_curves_carry_bits_a_control_band_and_an_interval():
-    from llmgeom.probes.interventions.axis_ablation import AxisAblation
-
-    kl = AxisAblation.quantities()["kl"]
-    assert (kl.unit, kl.figure.band, kl.figure.interval) == ("bits", "kl_null", "kl_interval")
-    doses = (-2.0, -1.0, 1.0, 2.0)
-    arrays = {
-        "kl": np.array([0.4, 0.1, 0.1, 0.5]),
-        "kl_null": np.array([[0.1, 0.2], [0.0, 0.1], [0.0, 0.1], [0.1, 0.3]]),
-        "kl_interval": np.array([[0.3, 0.5], [0.0, 0.2], [0.0, 0.2], [0.4, 0.6]]),
-    }
-    quantities = {name: q for name, q in AxisAblation.quantities().items() if name in arrays}
-    measured = replace(synthetic().results["focus"], quantities=quantities, arrays=arrays, ticks={"dose": doses})
-    drawn = draw(measured, "kl", "f", 0, {})
-    low, high, line = drawn.spec["data"]
-    assert line["x"] == [-2, -1, 1, 2] and line["y"] == [0.4, 0.1, 0.1, 0.5]
-    assert (low["y"], high["y"], high["name"]) == ([0.1, 0, 0, 0.1], [0.2, 0.1, 0.1, 0.3], "control")
-    assert line["error_y"]["array"] == pytest.approx([0.1] * 4) and "[bits]" in drawn.caption
-    assert "[bits]" in drawn.spec["layout"]["yaxis"]["title"]["text"]
-
-
 def test_a_scatter_takes_its_axes_from_the_ticks_and_its_colour_from_a_column():
     answers = Quantity(("prompt", "answer"), "probability", "P(first)", Figure("scatter", colour="k"))
     record = synthetic()

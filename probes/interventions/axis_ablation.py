@@ -32,7 +32,7 @@ from llmgeom.probes.interventions.intervention import (
 )
 from llmgeom.progress import within
 from llmgeom.record import Record
-from llmgeom.result import Curve, Estimate, Result, curve, quantity
+from llmgeom.result import Estimate, Labelled, Measured, labelled, line
 from llmgeom.stats.resampling import jackknife, mean_intervals
 from llmgeom.stats.tests import correlation_test, spearman
 
@@ -105,15 +105,19 @@ def decisive(effects: Effects, mode: Mode, outcome: str) -> tuple[np.ndarray, di
     }
 
 
-def dose_curve(effects: Effects, mode: Mode, outcome: str, clusters: np.ndarray | None = None) -> Curve:
+def dose_curve(
+    effects: Effects, mode: Mode, outcome: str, unit: str, said: str, clusters: np.ndarray | None = None,
+    null: str = BAND,
+) -> dict[str, Labelled | None]:  # fmt: skip
     """[dose] mean over prompts, the band of the control kind with the higher band and, by cluster, an interval."""
     own = effects[f"own/{outcome}"]
     bands = [
         layer_band({kind: effects[f"{kind} {dose:g}/{outcome}"].mean(1)[:, None] for kind in kinds(effects, mode)})
         for dose in DOSES[mode]
     ]
-    interval = None if clusters is None else mean_intervals(own, clusters)
-    return Curve(own.mean(1), interval=interval, null=np.concatenate([band for band in bands if band is not None]))
+    around: Any = {"interval": ("clusters", None if clusters is None else mean_intervals(own, clusters))}
+    around["null"] = (null, np.concatenate([band for band in bands if band is not None]))
+    return line(outcome, own.mean(1), "dose", unit, said, **around)
 
 
 def dose_estimate(
@@ -250,58 +254,9 @@ def _flat(values: Tensor) -> Tensor:
 # ---- results --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class AxisAblation(Result):
-    """The effect of editing one axis, compared with edits of the same size and of the same variance."""
-
-    TITLE = "Ablation of the entropy axis"
-
-    dose: np.ndarray = quantity("dose", "dose", "of the edit")
-    kl: Curve = curve("dose", "bits", "KL(clean || edited), mean over prompts", interval="clusters", null=BAND)
-    error: Curve = curve("dose", "bits^2", "rise of the read-out's error", null=BAND)
-    length: np.ndarray = quantity(
-        "edit", "of the values' own", "mean length of the edits at the decisive dose, final token"
-    )
-    scale: float = quantity("", "bits", "KL when the values are replaced by their mean: what there is to lose")
-    tenth: float = quantity("", "bits", "a tenth of `scale`")
-    share: float = quantity("", "fraction", "of the standardised variance along the axis, estimation half")
-    rho: float = quantity("", "rho", "Spearman's, of c and entropy on the evaluation half")
-    step: np.ndarray = quantity(
-        "layer coordinate",
-        "units of the values",
-        "spread sd u: what steering by dose 1 adds to the edited layers' values",
-    )
-
-
-@dataclass(frozen=True)
-class LayerCurve(Result):
-    """The edit of each layer alone."""
-
-    TITLE = "Ablation of the entropy axis, layer by layer"
-
-    kl: Curve = curve(
-        "layer", "bits", "KL(clean || edited), mean over prompts", null="band of the control edits", beside="tenth"
-    )
-    tenth: np.ndarray = quantity(
-        "layer", "bits", "a tenth of the KL when the layer's values are replaced by their mean"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class PositiveControl(Result):
-    """A direction that must matter. If it does not, no result of the run shows that another direction is unused."""
-
-    TITLE = "Positive control: the read-out direction of two tokens"
-
-    dose: np.ndarray = quantity("dose", "dose", "of the edit")
-    odds: Curve = curve(
-        "dose", "bits", "|change of the log-odds of the two tokens|, mean", null="band of random edits of the same size"
-    )
-
-
 def measure_axis(
     probe: str, effects: Effects, mode: Mode, layers: Sequence[int], positions: Positions, clusters: np.ndarray
-) -> AxisAblation:
+) -> Measured:
     """The result of `edit_axes`; `probe` names the claims. Raises UserError: few clusters."""
     warnings, scale, rho = [], float(effects["scale"]), float(effects["rho"])
     if not (complete := VARIANCE in kinds(effects, mode)):
@@ -325,19 +280,27 @@ def measure_axis(
         )
     metrics = [(name, "kl", complete and can_decide and ordered) for name, can_decide in decidable.items()]
     metrics += [(ERROR, "error", True)] + [(EVIDENCE, "evidence", True)] * ("own/evidence" in effects)
-    return AxisAblation(
-        dose=np.array(DOSES[mode]),
-        kl=dose_curve(effects, mode, "kl", clusters),
-        error=dose_curve(effects, mode, "error"),
-        length=effects["lengths"],
-        scale=scale,
-        tenth=scale / 10,
-        share=float(effects["share"]),
-        rho=rho,
+    of_length = "mean length of the edits at the decisive dose, final token"
+    of_scale = "KL when the values are replaced by their mean: what there is to lose"
+    of_share = "of the standardised variance along the axis, estimation half"
+    of_step = "spread sd u: what steering by dose 1 adds to the edited layers' values"
+    return Measured.of(
+        "Ablation of the entropy axis",
+        {
+            "dose": labelled(np.array(DOSES[mode]), "dose", "dose", "of the edit"),
+            **dose_curve(effects, mode, "kl", "bits", "KL(clean || edited), mean over prompts", clusters),
+            **dose_curve(effects, mode, "error", "bits^2", "rise of the read-out's error"),
+            "length": labelled(effects["lengths"], "edit", "of the values' own", of_length),
+            "scale": labelled(scale, "", "bits", of_scale),
+            "tenth": labelled(scale / 10, "", "bits", "a tenth of `scale`"),
+            "share": labelled(effects["share"], "", "fraction", of_share),
+            "rho": labelled(rho, "", "rho", "Spearman's, of c and entropy on the evaluation half"),
+            "step": labelled(effects["step"], "layer coordinate", "units of the values", of_step),
+        },
+        __name__,
         estimates=tuple(
             dose_estimate(probe, name, effects, mode, outcome, clusters, claimed) for name, outcome, claimed in metrics
         ),
-        step=effects["step"],
         ticks={"dose": DOSES[mode], "edit": ("axis", *kinds(effects, mode)), "layer": tuple(layers)},
         warnings=tuple(warnings),
         notes=(f"mode {mode}, layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}, {positions} positions",),
@@ -403,7 +366,7 @@ class AxisProbe:
         each = len(batch) if self.positions == "query" else whole
         return whole + priced(self.first_layers(depth), depth, each * (self.KINDS * draws + len(doses) + 1))
 
-    def measure(self, data: ProbeInput) -> Result:
+    def measure(self, data: ProbeInput) -> Measured:
         """Raises UserError for few clusters."""
         return measure_axis(self.name, data.observations, self.mode, self.layers, self.positions, data.clusters)
 
@@ -418,14 +381,20 @@ class EachLayerProbe(AxisProbe):
     def first_layers(self, depth: int) -> Sequence[int]:
         return range(depth)
 
-    def measure(self, data: ProbeInput) -> Result:
+    def measure(self, data: ProbeInput) -> Measured:
         by_layer = data.observations["by_layer"]
         without = np.flatnonzero(np.isnan(by_layer[:, 0])).tolist()
         layers = f"layer{'s' * (len(without) > 1)} {', '.join(map(str, without))}"
         kl, low, high, scale = np.nan_to_num(by_layer).T
-        return LayerCurve(
-            kl=Curve(kl, null=np.stack([low, high], 1)),
-            tenth=scale / 10,
+        said, null = "KL(clean || edited), mean over prompts", ("band of the control edits", np.stack([low, high], 1))
+        tenth = "a tenth of the KL when the layer's values are replaced by their mean"
+        return Measured.of(
+            "Ablation of the entropy axis, layer by layer",
+            {
+                **line("kl", kl, "layer", "bits", said, null=null, beside="tenth"),
+                "tenth": labelled(scale / 10, "layer", "bits", tenth),
+            },
+            __name__,
             notes=(f"{layers}: no axis to edit, or no other direction to compare it with; drawn as 0",) * bool(without),
         )
 
@@ -442,12 +411,17 @@ class PositiveControlProbe(AxisProbe):
     def effects(self, split: Halves) -> Effects:
         return edit_readout_direction(split, self.controls)
 
-    def measure(self, data: ProbeInput) -> Result:
+    def measure(self, data: ProbeInput) -> Measured:
         """Raises UserError for few clusters."""
         mode: Mode = "project-out"
-        return PositiveControl(
-            dose=np.array(DOSES[mode]),
-            odds=dose_curve(data.observations, mode, "odds"),
+        said, null = "|change of the log-odds of the two tokens|, mean", "band of random edits of the same size"
+        return Measured.of(
+            "Positive control: the read-out direction of two tokens",
+            {
+                "dose": labelled(np.array(DOSES[mode]), "dose", "dose", "of the edit"),
+                **dose_curve(data.observations, mode, "odds", "bits", said, null=null),
+            },
+            __name__,
             estimates=(dose_estimate(CONTROL, ODDS, data.observations, mode, "odds", data.clusters),),
             ticks={"dose": DOSES[mode]},
         )

@@ -28,7 +28,7 @@ from llmgeom.probe import (
 from llmgeom.probes.interventions.axis import norm_gain
 from llmgeom.probes.key_orthogonality import token_ids
 from llmgeom.probes.shared.nulls import compare, null_band
-from llmgeom.result import Curve, Figure, Result, curve, quantity
+from llmgeom.result import Figure, Labelled, Measured, labelled, line
 from llmgeom.stats.resampling import LEAST_CLUSTERS, band
 
 PROBE = "hypothesis_frame"
@@ -239,38 +239,18 @@ def input_norms(subject: Model) -> list[nn.Module]:
     return norms
 
 
-@dataclass(frozen=True, kw_only=True)
-class HypothesisFrame(Result):
-    """Overlap of the frames of hypotheses in keys, values and the output embedding, by layer and head."""
-
-    TITLE = "Hypothesis frame"
-
-    value_out: np.ndarray = quantity("layer head", "overlap", "value frame in output frame", Figure("heatmap"))
-    value_out_mean: Curve = curve(
-        "layer", "overlap", "value frame in output frame, mean over heads", null="the same, untrained copies"
-    )
-    key_value: np.ndarray = quantity("layer head", "overlap", "key frame in value frame", Figure("heatmap"))
-    key_value_mean: Curve = curve(
-        "layer", "overlap", "key frame in value frame, mean over heads", null="the same, untrained copies"
-    )
-    match: np.ndarray = quantity("layer head", "cos", "value and output of the same token", Figure("heatmap"))
-    match_null: np.ndarray = quantity("bound", "cos", "the same, any head of untrained copies")
-    random: float = quantity("", "overlap", "expected of random subspaces of as many dimensions")
-    rank: int = quantity("", "directions", "in each frame")
-
-
 NEEDS = Needs(
     controls=frozenset({UNTRAINED}),
     examine=lambda subject, captures: read_frames(subject, captures[""].batch),
 )
 
 
-def measure(data: ProbeInput) -> HypothesisFrame:
+def measure(data: ProbeInput) -> Measured:
     """The result of a run of this module as a probe."""
     return measure_frames(data.observations, data.control_observations)
 
 
-def measure_frames(trained: HypothesisFrames, untrained: Sequence[HypothesisFrames]) -> HypothesisFrame:
+def measure_frames(trained: HypothesisFrames, untrained: Sequence[HypothesisFrames]) -> Measured:
     """Overlaps and match, compared with untrained copies. Raises UserError without untrained copies."""
     if not untrained:
         raise UserError(
@@ -295,19 +275,27 @@ def measure_frames(trained: HypothesisFrames, untrained: Sequence[HypothesisFram
             f"({VALUE_OUT}) and {others[KEY_VALUE][0].mean():.3f} ({KEY_VALUE})"
         )
 
-    def over_heads(name: str) -> Curve:
+    def overlap(key: str, name: str, said: str) -> dict[str, Labelled | None]:
         mean, *drawn = (of[name].mean(1) for of in (values, *controls))
-        return Curve(mean, null=null_band({UNTRAINED: drawn}))
+        null = ("the same, untrained copies", null_band({UNTRAINED: drawn}))
+        return {
+            key: labelled(values[name], "layer head", "overlap", said, Figure("heatmap")),
+            **line(f"{key}_mean", mean, "layer", "overlap", f"{said}, mean over heads", null=null),
+        }
 
-    return HypothesisFrame(
-        value_out=values[VALUE_OUT],
-        value_out_mean=over_heads(VALUE_OUT),
-        key_value=values[KEY_VALUE],
-        key_value_mean=over_heads(KEY_VALUE),
-        match=values["match"],
-        match_null=np.array(band(np.array([control["match"] for control in controls]).ravel())),
-        random=random_overlap(frames.rank, frames.rank, frames.d_model),
-        rank=frames.rank,
+    match, random = "value and output of the same token", random_overlap(frames.rank, frames.rank, frames.d_model)
+    of_copies = band(np.array([control["match"] for control in controls]).ravel())
+    return Measured.of(
+        "Hypothesis frame",
+        {
+            **overlap("value_out", VALUE_OUT, "value frame in output frame"),
+            **overlap("key_value", KEY_VALUE, "key frame in value frame"),
+            "match": labelled(values["match"], "layer head", "cos", match, Figure("heatmap")),
+            "match_null": labelled(of_copies, "bound", "cos", "the same, any head of untrained copies"),
+            "random": labelled(random, "", "overlap", "expected of random subspaces of as many dimensions"),
+            "rank": labelled(frames.rank, "", "directions", "in each frame"),
+        },
+        __name__,
         estimates=tuple(estimates),
         notes=tuple(notes),
     )

@@ -43,7 +43,7 @@ from llmgeom.probes.interventions.intervention import (
 )
 from llmgeom.progress import tell
 from llmgeom.provenance import CONTROLS, few_draws
-from llmgeom.result import Curve, Estimate, Result, curve, quantity
+from llmgeom.result import Estimate, Labelled, Measured, labelled, line
 from llmgeom.stats.information import bits
 from llmgeom.stats.resampling import LEAST_CLUSTERS, jackknife, mean_intervals
 from llmgeom.stats.ridge_probe import folds
@@ -269,59 +269,51 @@ def _steps(
 # ---- results --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Interchange(Result):
-    """Effect on the answers of evidence that is exchanged inside the model, by layer."""
-
-    TITLE = "Interchange of evidence"
-
-    whole: Curve = curve("layer", "bits", "effect of the whole patch", interval="sequences", beside="total")
-    total: np.ndarray = quantity("layer", "bits", "total effect, the same for every layer")
-    frame: Curve = curve(
-        "layer",
-        "bits",
-        "effect of the patch in the frame",
-        interval="sequences",
-        null="band of random subspaces, the higher kind",
-    )
-    random: np.ndarray = quantity("layer", "bits", "effect of patches in random subspaces, mean over draws")
-    as_far: np.ndarray = quantity("layer", "bits", "the same, moved as far as the frame, mean over draws")
-    rest: Curve = curve("layer", "bits", "effect of the patch outside the frame", interval="sequences")
-    placebo: Curve = curve("layer", "bits", "effect of the placebo", interval="sequences")
-    placebo_lost: np.ndarray = quantity("layer", "bits", "rise of KL(p || q) by the placebo, p the answer to x")
-    dimensions: np.ndarray = quantity("layer", "dimensions", "of the frame")
-
-
 def measure_interchange(
     trained: Effects, untrained: Sequence[Effects], layers: Sequence[int], clusters: np.ndarray
-) -> Interchange:
+) -> Measured:
     """The result of `exchange`, with estimates at the declared layers. Raises UserError: few sequences."""
     layers, total = tuple(layers), trained["total"].mean()
-    curves: dict[str, Any] = {}
-    for kind in ("whole", "frame", "rest", "placebo"):
-        moved = trained[f"{kind}/moved"][:, 0]
-        curves[kind] = Curve(moved.mean(1), mean_intervals(moved, clusters))
     bands = [
         layer_band({k: trained[f"{k}/moved"][i].mean(1)[:, None] for k in (RANDOM, AS_FAR)}) for i in range(len(layers))
     ]
     # Every layer has draws.
-    curves["frame"] = replace(curves["frame"], null=np.concatenate([band for band in bands if band is not None]))
+    band = ("band of random subspaces, the higher kind", np.concatenate([one for one in bands if one is not None]))
+
+    def patched(kind: str, meaning: str, **around: Any) -> dict[str, Labelled | None]:
+        moved = trained[f"{kind}/moved"][:, 0]
+        ends = ("sequences", mean_intervals(moved, clusters))
+        return line(kind, moved.mean(1), "layer", "bits", f"effect of the {meaning}", interval=ends, **around)
+
+    whole = trained["whole/moved"][:, 0].mean(1)
     interval = jackknife(np.mean, trained["total"], clusters)
     null = {COPIES: np.array([control["total"].mean() for control in untrained])}
     estimates = [estimate_against(declared(PROBE)[TOTAL], total, interval, null, clusters)]
     follows = interval.low > 0
-    note, warnings = _where(curves["whole"].value, total, layers, follows)
+    note, warnings = _where(whole, total, layers, follows)
     for i, layer in enumerate(layers):
         if layer in DECLARED_LAYERS:
             estimates += _of_layer((trained, *untrained), i, DECLARED_LAYERS[layer], clusters, follows)
             warnings += _too_small(DECLARED_LAYERS[layer], total)
-    return Interchange(
-        **curves,
-        total=np.full(len(layers), total),
-        random=trained[f"{RANDOM}/moved"].mean((1, 2)),
-        as_far=trained[f"{AS_FAR}/moved"].mean((1, 2)),
-        placebo_lost=trained["placebo/lost"][:, 0].mean(1),
-        dimensions=trained["dimensions"].astype(float),
+    every = np.full(len(layers), total)
+    random, as_far = (trained[f"{kind}/moved"].mean((1, 2)) for kind in (RANDOM, AS_FAR))
+    of_random = "effect of patches in random subspaces, mean over draws"
+    lost, dimensions = trained["placebo/lost"][:, 0].mean(1), trained["dimensions"].astype(float)
+    of_lost = "rise of KL(p || q) by the placebo, p the answer to x"
+    return Measured.of(
+        "Interchange of evidence",
+        {
+            **patched("whole", "whole patch", beside="total"),
+            "total": labelled(every, "layer", "bits", "total effect, the same for every layer"),
+            **patched("frame", "patch in the frame", null=band),
+            "random": labelled(random, "layer", "bits", of_random),
+            "as_far": labelled(as_far, "layer", "bits", "the same, moved as far as the frame, mean over draws"),
+            **patched("rest", "patch outside the frame"),
+            **patched("placebo", "placebo"),
+            "placebo_lost": labelled(lost, "layer", "bits", of_lost),
+            "dimensions": labelled(dimensions, "layer", "dimensions", "of the frame"),
+        },
+        __name__,
         estimates=tuple(estimates),
         ticks={"layer": layers},
         warnings=tuple(warnings),
@@ -427,7 +419,7 @@ class InterchangeProbe:
         patches = 3 if control else 4 + 2 * self.controls
         return read + priced(self.layers, len(subject.blocks), patches * after)
 
-    def measure(self, data: ProbeInput) -> Interchange:
+    def measure(self, data: ProbeInput) -> Measured:
         """Total and patched effects at every layer, with all controls."""
         clusters = np.array(self.halves[1].x.cluster)
         return measure_interchange(data.observations, data.control_observations, self.layers, clusters)

@@ -16,7 +16,6 @@ from llmgeom.plan import Plan
 from llmgeom.probe import Batch, Model, Probe, ProbeInput, Site
 from llmgeom.probes.interventions.axis import VARIANCE, Axis, Mode
 from llmgeom.probes.interventions.axis_ablation import (
-    BAND,
     CONTROL,
     DOSES,
     AxisProbe,
@@ -32,24 +31,10 @@ from llmgeom.probes.interventions.axis_ablation import (
 from llmgeom.probes.interventions.halves import ESTIMATION, EVALUATION, Halves, Positions, check, halves
 from llmgeom.probes.interventions.intervention import Effects, Location
 from llmgeom.probes.labels.directions import LAST, SavedDirection
-from llmgeom.result import Curve, Estimate, Result, curve, quantity
+from llmgeom.result import Estimate, Measured, labelled
 
 PROBE = "ablation_label"
 KL, ODDS = "KL of the edit", "log-odds of the answers moved"
-
-
-@dataclass(frozen=True, kw_only=True)
-class LabelAxis(Result):
-    """The effect of editing a label's direction, compared with edits of the same size and of the same variance."""
-
-    TITLE = "Ablation of a label's direction"
-
-    kl: Curve = curve("dose", "bits", "KL(clean || edited), mean over prompts", interval="clusters", null=BAND)
-    odds: Curve = curve(
-        "dose", "bits", "|change of the log-odds of the two answers|, mean over prompts", interval="clusters", null=BAND
-    )
-    scale: float = quantity("", "bits", "KL when the activations are replaced by their mean: what there is to lose")
-    share: float = quantity("", "fraction", "of the standardised variance along the direction, estimation half")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +76,7 @@ class LabelAxisProbe(AxisProbe):
         more = {"scale": lost["kl"], "scale_odds": lost["odds"], "share": axis.share}
         return effects | {name: np.array(value) for name, value in more.items()}
 
-    def measure(self, data: ProbeInput) -> LabelAxis:
+    def measure(self, data: ProbeInput) -> Measured:
         """Estimates against the control edits. Raises UserError for few clusters."""
         effects, warnings, claims = data.observations, [], declared(PROBE)
         scale = {name: float(effects[key]) for name, key in ((KL, "scale"), (ODDS, "scale_odds"))}
@@ -111,11 +96,18 @@ class LabelAxisProbe(AxisProbe):
             )
         mode = f"mode {self.mode}" if not self.donors else "exchanged with a prompt of another value"
         answers = f"; answers {' and '.join(map(repr, self.answers))}" if self.answers else ""
-        return LabelAxis(
-            kl=dose_curve(effects, self.mode, "kl", data.clusters),
-            odds=dose_curve(effects, self.mode, "odds", data.clusters),
-            scale=scale[KL],
-            share=float(effects["share"]),
+        said, of_odds = "KL(clean || edited), mean over prompts", "|change of the log-odds of the two answers|"
+        of_scale = "KL when the activations are replaced by their mean: what there is to lose"
+        of_share = "of the standardised variance along the direction, estimation half"
+        return Measured.of(
+            "Ablation of a label's direction",
+            {
+                **dose_curve(effects, self.mode, "kl", "bits", said, data.clusters),
+                **dose_curve(effects, self.mode, "odds", "bits", f"{of_odds}, mean over prompts", data.clusters),
+                "scale": labelled(scale[KL], "", "bits", of_scale),
+                "share": labelled(effects["share"], "", "fraction", of_share),
+            },
+            __name__,
             estimates=tuple(
                 dose_estimate(PROBE, name, effects, self.mode, outcome, data.clusters, claimed[name])
                 for name, outcome in ((KL, "kl"), (ODDS, "odds"))

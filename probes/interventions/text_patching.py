@@ -23,7 +23,7 @@ from llmgeom.probes.interventions.intervention import Effects, Intervention, Loc
 from llmgeom.probes.interventions.text_pairs import ROLES, TextPairs
 from llmgeom.probes.shared.nulls import compare, mean_of
 from llmgeom.progress import tell
-from llmgeom.result import Curve, Figure, Measured, Result, curve, quantity
+from llmgeom.result import Figure, Labelled, Measured, labelled, line
 from llmgeom.stats.information import bits
 from llmgeom.stats.resampling import LEAST_CLUSTERS, band, interval_ends, jackknife, mean_intervals
 
@@ -36,12 +36,6 @@ LEAST_SHIFT = 0.05  # bits: shares of a smaller total effect are not computed
 LEAST_SHARE = 0.1  # of the total effect: positions and edges with a smaller share are not followed
 MOST_EDGES = 2  # the largest edges of a layer
 EDGES = (*((MARK, role) for role in range(1, len(ROLES))), *((role, LAST) for role in range(1, LAST)))
-# Around the shift by a patch at one position.
-PATCHED = {
-    "interval": "sets of labels",
-    "null": "band of random directions of equal size there; along a direction, of the higher control",
-    "beside": "total",
-}
 NO_VARIANCE = "no exchange has the same variance: compared with exchanges of the same size alone"
 
 
@@ -259,40 +253,6 @@ def _at(pairs: TextPairs, position: Tensor) -> Tensor:
 # ---- the result ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextPatching(Result):
-    """Effect on the answers of one observation that is exchanged inside the model, by layer and position."""
-
-    TITLE = "Interchange of evidence in text"
-
-    cells: np.ndarray = quantity(
-        "layer position",
-        "bits",
-        "shift of the log odds towards the counterfactual answer, patched at the input of a layer",
-        Figure("heatmap"),
-    )
-    total: np.ndarray = quantity("layer", "bits", "total effect, the same for every layer")
-    mark: Curve = curve("layer", "bits", "shift by a patch at the changed mark", **PATCHED)
-    last: Curve = curve("layer", "bits", "shift by a patch at the last token", **PATCHED)
-    equal: Curve | None = curve(
-        "layer",
-        "bits",
-        "shift by equal evidence: the residual of another observation with the same mark",
-        interval="sets of labels",
-    )
-    edge: Curve | None = curve(
-        "edge",
-        "of the total effect",
-        "share of an edge of attention; what the receiver reads off the sender, in one layer",
-        interval="sets of labels",
-        null="band of random writes of equal size",
-        beside="edge_equal",
-    )
-    edge_equal: np.ndarray | None = quantity(
-        "edge", "of the total effect", "the same edge with equal evidence; 0 where the sender is not the changed mark"
-    )
-
-
 @dataclass(frozen=True)
 class TextPatchingProbe:
     """Patches one observation's counterfactual into a model, at each layer's input and position.
@@ -331,7 +291,7 @@ class TextPatchingProbe:
             return 2 * whole
         return 5 * whole + priced(self.layers, len(subject.blocks), after * (patches + edges))
 
-    def measure(self, data: ProbeInput) -> TextPatching:
+    def measure(self, data: ProbeInput) -> Measured:
         """Total effect and heat map. Raises UserError for fewer than 5 clusters."""
         controls = [control["total"] for control in data.control_observations]
         return measure_patching(data.observations, controls, self.pairs, self.layers, bool(self.along))
@@ -343,7 +303,7 @@ def measure_patching(
     pairs: TextPairs,
     layers: Sequence[int],
     along: bool = False,
-) -> TextPatching:
+) -> Measured:
     """`TextPatchingProbe.measure` from the effects of the model and the total effects of the untrained controls.
 
     Args:
@@ -371,14 +331,29 @@ def measure_patching(
     twin = (pairs.equal >= 0).numpy()
     equal = towards["equal"][:, twin] if len(set(clusters[twin])) >= LEAST_CLUSTERS else None
     names, edges = _edges(effect, pairs, total, clusters)
-    return TextPatching(
-        cells=towards["cells"].mean(-1),
-        total=np.full(len(layers), total.mean()),
-        mark=Curve(mark.mean(1), mean_intervals(mark, clusters), random[0]),
-        last=Curve(last.mean(1), mean_intervals(last, clusters), random[1]),
-        equal=None if equal is None else Curve(equal.mean(1), mean_intervals(equal, clusters[twin])),
+    cells, every = towards["cells"].mean(-1), np.full(len(layers), total.mean())
+    of_random = "band of random directions of equal size there; along a direction, of the higher control"
+
+    def shift(
+        name: str, by: np.ndarray, of: np.ndarray, said: str, null: Any = None, beside: str = ""
+    ) -> dict[str, Labelled | None]:
+        around: Any = {"interval": ("sets of labels", mean_intervals(by, of)), "null": (of_random, null)}
+        return line(name, by.mean(1), "layer", "bits", f"shift by {said}", beside=beside, **around)
+
+    of_cells = "shift of the log odds towards the counterfactual answer, patched at the input of a layer"
+    of_equal = "equal evidence: the residual of another observation with the same mark"
+    return Measured.of(
+        "Interchange of evidence in text",
+        {
+            "cells": labelled(cells, "layer position", "bits", of_cells, Figure("heatmap")),
+            "total": labelled(every, "layer", "bits", "total effect, the same for every layer"),
+            **shift("mark", mark, clusters, "a patch at the changed mark", random[0], "total"),
+            **shift("last", last, clusters, "a patch at the last token", random[1], "total"),
+            **({} if equal is None else shift("equal", equal, clusters[twin], of_equal)),
+            **edges,
+        },
+        __name__,
         estimates=tuple(estimates),
-        **edges,
         ticks={"layer": tuple(layers), "position": (*ROLES, WHOLE), "edge": names},
         notes=_notes(towards["cells"].mean(-1), total.mean(), layers)
         + (_along(mark, last, kinds, layers) if along else ()),
@@ -389,18 +364,23 @@ def measure_patching(
 
 def _edges(
     effect: Mapping[str, np.ndarray], pairs: TextPairs, total: np.ndarray, clusters: np.ndarray
-) -> tuple[tuple[str, ...], dict[str, Any]]:
+) -> tuple[tuple[str, ...], dict[str, Labelled | None]]:
     """Names of the largest edges in the order of layers, and their quantities as shares of the total effect."""
     if not len(effect.get("edge", ())):
-        return (), {"edge": None, "edge_equal": None}
+        return (), {}
     shift, random, equal = (effect[f"edge_{name}"] * pairs.sign for name in ("shift", "random", "equal"))
     rows, whole = np.arange(len(total)), total.mean()
     spans = [jackknife(partial(_ratio, row, total), rows, clusters) for row in shift]
     bands = np.array([band(draws) for draws in random.mean(2) / whole])
-    return tuple(f"{layer}: {ROLES[sender]} -> {ROLES[receiver]}" for layer, sender, receiver in effect["edge"]), {
-        "edge": Curve(shift.mean(1) / whole, interval_ends(spans), bands),
-        "edge_equal": equal.mean(1) / whole,
+    names = tuple(f"{layer}: {ROLES[sender]} -> {ROLES[receiver]}" for layer, sender, receiver in effect["edge"])
+    unit, said = "of the total effect", "the same edge with equal evidence; 0 where the sender is not the changed mark"
+    around: Any = {
+        "interval": ("sets of labels", interval_ends(spans)),
+        "null": ("band of random writes of equal size", bands),
     }
+    of_edge = "share of an edge of attention; what the receiver reads off the sender, in one layer"
+    own = line("edge", shift.mean(1) / whole, "edge", unit, of_edge, beside="edge_equal", **around)
+    return names, {**own, "edge_equal": labelled(equal.mean(1) / whole, "edge", unit, said)}
 
 
 def _why_no_edge(found: Mapping[str, np.ndarray], total: np.ndarray) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from llmgeom.claims import declared
 from llmgeom.probe import SHUFFLED, UNTRAINED, Capture, Needs, Observer, ProbeInput, Site, Step
 from llmgeom.probes.attention_focus import focusing
 from llmgeom.probes.shared.nulls import HARDEST_BAND, compare, null_band
-from llmgeom.result import Curve, Result as Base, curve
+from llmgeom.result import Measured, line
 from llmgeom.stats.information import bits
 from studies.published import CLAIMS_FOLDER
 
@@ -42,17 +41,7 @@ NEEDS = Needs(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result(Base):
-    """Attention entropy in bits by layer, and the fraction lost in the last layer."""
-
-    TITLE = "Attention focus, as published"
-
-    final: Curve = curve("layer", "bits", "attention entropy, final token", null=HARDEST_BAND)
-    every: Curve = curve("layer", "bits", "attention entropy, all positions", null="band of untrained copies")
-
-
-def measure(view: ProbeInput) -> Result:
+def measure(view: ProbeInput) -> Measured:
     """Both forms with their nulls. Raises UserError if the first layer's attention has no entropy."""
     controls = {UNTRAINED: [*map(_final, view.untrained)], SHUFFLED: [*map(_final, view.shuffled)]}
     forms: dict[str, tuple[np.ndarray, Mapping[str, list[np.ndarray]]]] = {
@@ -67,9 +56,15 @@ def measure(view: ProbeInput) -> Result:
         for name, (_, nulls) in forms.items()
     }
     word = "above" if estimates[0].value > THRESHOLD else "not above"
-    return Result(
-        final=Curve(forms[FINAL][0].mean(1), null=bands[FINAL]),
-        every=Curve(forms[EVERY][0].mean(1), null=bands[EVERY]),
+    (final, every), of_copies = (forms[name][0].mean(1) for name in (FINAL, EVERY)), "band of untrained copies"
+    hardest, copies = (HARDEST_BAND, bands[FINAL]), (of_copies, bands[EVERY])
+    return Measured.of(
+        "Attention focus, as published",
+        {
+            **line("final", final, "layer", "bits", "attention entropy, final token", null=hardest),
+            **line("every", every, "layer", "bits", "attention entropy, all positions", null=copies),
+        },
+        __name__,
         estimates=estimates,
         notes=(f"{word} the published threshold of {THRESHOLD:g}",),
     )

@@ -12,7 +12,7 @@ from llmgeom.model.weights import key_weight
 from llmgeom.probe import UNTRAINED, Batch, Capture, Model, Needs, ProbeInput, Site, UserError
 from llmgeom.probes.key_orthogonality import as_array, token_ids
 from llmgeom.probes.shared.nulls import compare, mean_of
-from llmgeom.result import Figure, Result as Base, quantity
+from llmgeom.result import Measured, line
 from llmgeom.stats.cosines import cosines, mean_abs_cosine, pair_mean, random_cosine
 from llmgeom.stats.resampling import LEAST_CLUSTERS
 from studies.published import CLAIMS_FOLDER
@@ -61,20 +61,7 @@ NEEDS = Needs(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result(Base):
-    """Four numbers that the papers call key orthogonality, and the baselines that they quote."""
-
-    TITLE = "Key orthogonality, as published"
-
-    columns: np.ndarray = quantity("layer", "|cos|", "columns of W_K, mean over heads", Figure("curve"))
-    baseline: np.ndarray = quantity(
-        "baseline", "|cos|", "what a random W_K gives, as quoted and exactly", Figure("curve", interval="range")
-    )
-    range: np.ndarray = quantity("baseline bound", "|cos|", "the range quoted")
-
-
-def measure(view: ProbeInput) -> Result:
+def measure(view: ProbeInput) -> Measured:
     """Each definition with its null. Raises Unavailable if the weights cannot be read."""
     model = view.observations
     untrained = view.control_observations
@@ -99,10 +86,15 @@ def measure(view: ProbeInput) -> Result:
     exact = (("Gaussian, model width", random_cosine(d_model)), ("Gaussian, head width", random_cosine(head_dim)))
     ranges = [*QUOTED, *((name, value, value) for name, value in exact)]
     cut = f"{kv_heads} key heads are cut into {model.heads} pieces of {head_dim * kv_heads // model.heads}"
-    return Result(
-        columns=model.columns.mean(1),
-        baseline=np.array([(low + high) / 2 for _, low, high in ranges]),
-        range=np.array([[low, high] for _, low, high in ranges]),
+    middles, ends = [(low + high) / 2 for _, low, high in ranges], [(low, high) for _, low, high in ranges]
+    quoted, said = ("what is quoted", ends), "what a random W_K gives, as quoted and exactly"
+    return Measured.of(
+        "Key orthogonality, as published",
+        {
+            **line("columns", model.columns.mean(1), "layer", "|cos|", "columns of W_K, mean over heads"),
+            **line("baseline", middles, "baseline", "|cos|", said, interval=quoted),
+        },
+        __name__,
         estimates=tuple(estimates),
         ticks={"baseline": tuple(name for name, _, _ in ranges)},
         warnings=tuple(warnings),

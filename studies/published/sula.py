@@ -17,7 +17,7 @@ from llmgeom.probes.evidence.predictions import (
     by_sample,
     label_entropy,
 )
-from llmgeom.result import Estimate, Figure, Result, quantity
+from llmgeom.result import Estimate, Measured, labelled, line
 from llmgeom.stats.pca import standardised
 from llmgeom.stats.resampling import Clusters, Interval, in_groups, jackknife
 from llmgeom.stats.tests import regrouped_interval, spearman
@@ -44,22 +44,7 @@ NEEDS = Needs(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Published(Result):
-    """Paper III's SULA numbers and its removal of the entropy axis, measured on the axis itself."""
-
-    TITLE = "In-context evidence, as published"
-
-    k: np.ndarray = quantity("k", "observations", "number of labelled words before the question")
-    h_label: np.ndarray = quantity(
-        "k", "bits", "entropy of the two labels, mean over prompts", Figure("curve", beside="h_latent")
-    )
-    h_latent: np.ndarray = quantity("k", "bits", "exact entropy of the latent class")
-    constant: float = quantity("", "bits", "error of the best constant, against the latent class")
-    after: float = quantity("", "of v . u before", "largest |v . u| after removing the axis: rounding")
-
-
-def measure(data: ProbeInput) -> Published:
+def measure(data: ProbeInput) -> Measured:
     """The published numbers. Raises UserError: no coordinate varies, or few pairs of labels."""
 
     def values(capture: Capture) -> np.ndarray:
@@ -71,7 +56,7 @@ def measure(data: ProbeInput) -> Published:
 
 def measure_published(
     truth: Mapping[str, ExactAnswers], models: Sequence[Mapping[str, LabelPredictions]], vectors: Sequence[np.ndarray]
-) -> Published:
+) -> Measured:
     """`measure` from exact answers and predictions by sample, and values of the last layer [prompt coordinate]: of the
     model, then of its untrained controls."""
     main = truth[MAIN]
@@ -114,12 +99,22 @@ def measure_published(
         error(REMAP, "remap", label_entropy(truth["remap"].belief)),
         axis_of(AXIS),
     )
-    return Published(
-        k=np.array(ks, dtype=float),
-        h_label=np.array([labels[0][k == number].mean() for number in ks]),
-        h_latent=np.array([target[k == number].mean() for number in ks]),
-        constant=float(np.abs(target - np.median(target)).mean()),
-        after=float(np.abs(removed @ axes[0]).max() / np.abs(along[0]).max()),
+    shown, exact = ([of[k == number].mean() for number in ks] for of in (labels[0], target))
+    constant, after = (
+        np.abs(target - np.median(target)).mean(),
+        np.abs(removed @ axes[0]).max() / np.abs(along[0]).max(),
+    )
+    said, before = "entropy of the two labels, mean over prompts", "number of labelled words before the question"
+    return Measured.of(
+        "In-context evidence, as published",
+        {
+            "k": labelled(np.array(ks, dtype=float), "k", "observations", before),
+            **line("h_label", shown, "k", "bits", said, beside="h_latent"),
+            "h_latent": labelled(exact, "k", "bits", "exact entropy of the latent class"),
+            "constant": labelled(constant, "", "bits", "error of the best constant, against the latent class"),
+            "after": labelled(after, "", "of v . u before", "largest |v . u| after removing the axis: rounding"),
+        },
+        __name__,
         estimates=estimates,
         ticks={"k": tuple(ks)},
     )

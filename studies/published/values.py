@@ -14,7 +14,7 @@ from llmgeom.model.batching import BatchRules, plan_batches
 from llmgeom.probe import SHUFFLED, UNTRAINED, Batch, Capture, Model, Needs, ProbeInput, Rows, Site, UserError
 from llmgeom.probes.shared.matrices import as_matrix
 from llmgeom.probes.shared.nulls import compare
-from llmgeom.result import Estimate, Figure, Result as Base, quantity
+from llmgeom.result import Estimate, Figure, Measured, labelled, line
 from llmgeom.stats.pca import shares, standardised
 from studies.published import CLAIMS_FOLDER
 
@@ -80,22 +80,7 @@ NEEDS = Needs(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result(Base):
-    """Shares of variance and a correlation, each by a published definition."""
-
-    TITLE = "Value manifold, as published"
-
-    bootstrap: np.ndarray = quantity(
-        "bootstrapped", "fraction", "PC1 share, standardised, over rows drawn with replacement", Figure("curve")
-    )
-    scores: np.ndarray = quantity(
-        "prompt component", "units of the values", "PC1 and PC2 of centred values, last layer", Figure("scatter")
-    )
-    true: float = quantity("", "fraction", "of the coordinates that are taken for values, those that are values")
-
-
-def measure(view: ProbeInput) -> Result:
+def measure(view: ProbeInput) -> Measured:
     """Every published variant with its nulls. Raises UserError if no coordinate varies, or for too few clusters."""
     values = _last(view.capture)
     variants: dict[str, tuple[Shares, np.ndarray, list[np.ndarray], list[np.ndarray]]] = {}
@@ -113,10 +98,20 @@ def measure(view: ProbeInput) -> Result:
     rng = np.random.default_rng(view.seed)
     again = np.array([_standard(values[rng.integers(len(values), size=len(values))])[0] for _ in range(BOOTSTRAPS)])
     point = _standard(values)[0]
-    return Result(
-        bootstrap=np.array([point, again.mean(), *np.quantile(again, (0.025, 0.975))]),
-        scores=_scores(values),
-        true=view.observations.true if view.observations else 1.0,
+    bootstrap = [point, again.mean(), *np.quantile(again, (0.025, 0.975))]
+    said, plane = (
+        "PC1 share, standardised, over rows drawn with replacement",
+        "PC1 and PC2 of centred values, last layer",
+    )
+    share, of_share = view.observations.true if view.observations else 1.0, "of those taken for values, that are values"
+    return Measured.of(
+        "Value manifold, as published",
+        {
+            **line("bootstrap", bootstrap, "bootstrapped", "fraction", said),
+            "scores": labelled(_scores(values), "prompt component", "units of the values", plane, Figure("scatter")),
+            "true": labelled(share, "", "fraction", of_share),
+        },
+        __name__,
         estimates=tuple(estimates),
         ticks={"bootstrapped": ("without", "mean", "low", "high")},
         notes=(f"of the misread values, {view.observations.true:.0%} are values",) if view.observations else (),
