@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,15 +15,9 @@ from llmgeom.dynamics.gradients import Signals
 from llmgeom.dynamics.runs import Run
 from llmgeom.errors import UserError
 from llmgeom.record import Record
-from llmgeom.result import Estimate, Figure, Measured, Quantity, read_prose, with_parts
+from llmgeom.result import PROSE, Estimate, Labelled, Measured, labelled, line
 from llmgeom.stats.resampling import Interval, geometric_mean, mean_intervals
 from llmgeom.stats.verdict import NO_END
-
-# Part drawn around a curve -> its meaning, an addition if a control has the same prompts, and its ends.
-AROUND = {
-    "interval": ("95 % interval", "; where the control is of the same prompts, of the difference", "deciding_interval"),
-    "null": ("95 % band of the control that decides", "; a control on the same prompts is one number", "control_range"),
-}
 
 
 def over_training(steps: Sequence[int], records: Mapping[int, Record]) -> dict[str, Measured]:
@@ -46,45 +39,34 @@ def over_training(steps: Sequence[int], records: Mapping[int, Record]) -> dict[s
                 by_metric.setdefault(metric.name, {})[step] = metric
         refusals = {step: record.unmeasured.get(probe) for step, record in records.items()}
         notes = tuple(f"step {step}: not measured, {why}" for step, why in refusals.items() if why)
-        if by_metric:
-            first = next(iter(measured.values()))
-            sections[probe] = _section(first, steps, by_metric, notes)
+        if not by_metric:
+            continue
+        curves: dict[str, Labelled | None] = {}
+        ticks: dict[str, tuple] = {}
+        for i, (name, metrics) in enumerate(by_metric.items()):
+            missing, every = [str(step) for step in steps if step not in metrics], metrics.values()
+            axis = f"step (not measured at {', '.join(missing)})" if missing else "step"
+            ticks[axis] = tuple(map(str, metrics))
+            paired = any(metric.paired for metric in every)
+            of_difference = "; where the control is of the same prompts, of the difference" * paired
+            decides = "95 % band of the control that decides" + "; a control on the same prompts is one number" * paired
+            curves |= line(
+                f"metric_{i:02}",
+                [metric.value for metric in every],
+                axis,
+                next(iter(every)).unit,
+                name,
+                interval=(f"clusters{of_difference}", [metric.deciding_interval for metric in every]),
+                null=(decides, [metric.control_range for metric in every]),
+            )
+        first = next(iter(measured.values()))
+        made = Measured.of(f"{first.title}, over training", curves, notes=notes, ticks=ticks)
+        sections[probe] = replace(made, **{name: getattr(first, name) for name in PROSE})
     return sections
-
-
-def _section(
-    first: Measured, steps: Sequence[int], by_metric: Mapping[str, Mapping[int, Estimate]], notes: tuple[str, ...]
-) -> Measured:
-    quantities: dict[str, Quantity] = {}
-    arrays, ticks = {}, {}
-    for i, (name, metrics) in enumerate(by_metric.items()):
-        missing = [str(step) for step in steps if step not in metrics]
-        axis = f"step (not measured at {', '.join(missing)})" if missing else "step"
-        ticks[axis] = tuple(map(str, metrics))
-        key, unit = f"metric_{i:02}", next(iter(metrics.values())).unit
-        arrays[key] = np.array([metric.value for metric in metrics.values()])
-        paired = any(metric.paired for metric in metrics.values())
-        meanings = {part: meaning + of_paired * paired for part, (meaning, of_paired, _) in AROUND.items()}
-        quantities |= with_parts(key, Quantity((axis,), unit, name, Figure("curve")), meanings)
-        for part, (*_, ends) in AROUND.items():
-            arrays[f"{key}_{part}"] = np.array([getattr(metric, ends) for metric in metrics.values()])
-    return replace(
-        first,
-        title=f"{first.title}, over training",
-        estimates=(),
-        quantities=quantities,
-        arrays=arrays,
-        warnings=(),
-        notes=notes,
-        ticks=ticks,
-        unmeasured={},
-        facts={},
-    )
 
 
 DRIFT, GRADIENTS = "drift", "gradients"
 TITLES = {DRIFT: "Frame, values and precision", GRADIENTS: "Gradients of scores and of values"}
-TEXTS = Path(__file__).with_name("texts")
 UNBOUNDED = -NO_END  # upper end of an interval over one training seed
 RUNS, RANDOM = "training seeds", "random-target runs (--corrupt 1)"
 Course = Callable[["Trajectory"], np.ndarray]
@@ -145,8 +127,7 @@ class Section:
         self.probe = probe
         self.own = [c for c in trajectories if not c.run.random]
         self.null = [c for c in trajectories if c.run.random]
-        self.quantities: dict[str, Quantity] = {}
-        self.arrays: dict[str, np.ndarray] = {}
+        self.labelled: dict[str, Labelled | None] = {}
         self.estimates: list[tuple[Estimate, Estimate, Estimate]] = []
         self.unseen: dict[str, str] = {}
         self.notes: list[str] = []
@@ -159,22 +140,21 @@ class Section:
         except UserError as refusal:
             self.notes.append(f"{meaning}: not measured, {refusal}")
             return
-        interval, band = f"{name}_interval" * (len(learnt) > 1), f"{name}_null" * (len(null) > 0)
-        self._add(name, "step", unit, meaning, learnt.mean(0), Figure("curve", band=band, interval=interval))
-        if interval:
-            self._add(interval, "step bound", unit, "95 % interval over training seeds", mean_intervals(learnt.T))
-        if band:
-            ends = np.stack([null.min(0), null.max(0)], 1)
-            self._add(band, "step bound", unit, f"range of {len(null)} models trained on random targets", ends)
-        self._add(f"{name}_runs", "run step", unit, f"{meaning}, by run", np.array([*learnt, *null]))
+        interval = mean_intervals(learnt.T) if len(learnt) > 1 else None
+        band = np.stack([null.min(0), null.max(0)], 1) if len(null) else None
+        around: Any = {"interval": ("training seeds", interval)}
+        around["null"] = (f"range of {len(null)} models trained on random targets", band)
+        self.labelled |= line(name, learnt.mean(0), "step", unit, meaning, **around)
+        self.labelled[f"{name}_runs"] = labelled(np.array([*learnt, *null]), "run step", unit, f"{meaning}, by run")
         try:
             found = [settles(course) for course in (*self.own, *self.null)]
         except UserError as refusal:
             self.notes.append(f"when {name.replace('_', ' ')} settles is not measured: {refusal}")
             return
-        self._add(f"{name}_settled", "run", "step", "first step with 5 % left", np.array([one.step for one in found]))
+        steps, late = [one.step for one in found], [float(one.censored) for one in found]
+        self.labelled[f"{name}_settled"] = labelled(steps, "run", "step", "first step with 5 % left")
         meaning = "1 where that step is right-censored: the end of the run sets it"
-        self._add(f"{name}_censored", "run", "", meaning, np.array([float(one.censored) for one in found]))
+        self.labelled[f"{name}_censored"] = labelled(late, "run", "", meaning)
 
     def ratio(self, name: str, measure: Callable[[Trajectory], Ratio]) -> None:
         """Add a ratio of settling steps, compared with 1 and with the random-target runs."""
@@ -198,23 +178,17 @@ class Section:
 
     def measured(self, way: int = 0) -> Measured:
         """The section, with the ratios as they are or at one of their ends (`estimates`)."""
-        return Measured(
+        return Measured.of(
             TITLES[self.probe],
-            **read_prose(TEXTS / f"{self.probe}.md")[TITLES[self.probe]],
+            self.labelled,
+            __name__,
             estimates=tuple(each[way] for each in self.estimates),
-            quantities=self.quantities,
-            arrays=self.arrays,
             notes=tuple(self.notes),
             ticks={
                 "step": tuple(map(str, self.own[0].run.steps)),
                 "run": tuple(c.run.name for c in (*self.own, *self.null)),
             },
         )
-
-    def _add(self, name: str, axes: str, unit: str, meaning: str, array: np.ndarray, figure: Any = None) -> None:
-        if not np.isfinite(array).all():
-            raise ValueError(f"{name} is not finite")  # no NaN travels
-        self.quantities[name], self.arrays[name] = Quantity(tuple(axes.split()), unit, meaning, figure), array
 
 
 def _compared(claim: claims.Claim, learnt: Sequence[float], random: Sequence[float]) -> Estimate:
