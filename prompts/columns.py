@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from llmgeom.batch import row_numbers
+from llmgeom.errors import UserError, brief
 
 # Names of a record's own columns: if a table has them (a saved run's prompts), they are not read.
 COMPUTED = frozenset({
     "entropy", "tokens", "pieces", "next tokens", "attention", "held-out prediction", "likeliest answer",
     "p of the right answer",
 })  # fmt: skip
+
+CHOICES, MESSAGES = LISTS = ("choices", "messages")  # columns whose lists are kept, as JSON
 
 MISSING = ("NAType", "NaTType")  # a missing cell of pandas, which need not be installed
 MOSTLY = 0.9  # least share of numbers in a column of numbers with a few other cells
@@ -22,8 +26,8 @@ MOSTLY = 0.9  # least share of numbers in a column of numbers with a few other c
 def kept(rows: Sequence[Mapping[str, Any]], known: frozenset[str]) -> tuple[dict[str, tuple], list[str]]:
     """The additional columns of a table, and those that cannot be kept.
 
-    A cell is a number, a truth value or text; a missing cell is None. Lists and objects are no cells, but for the lists
-    of `choices`, which are kept as JSON. A whole number of more than 64 bits is text: it is a name, and no table of
+    A cell is a number, a truth value or text; a missing cell is None. Lists and objects are no cells, but for those
+    of LISTS. A whole number of more than 64 bits is text: it is a name, and no table of
     numbers can contain it.
 
     Args:
@@ -40,7 +44,7 @@ def kept(rows: Sequence[Mapping[str, Any]], known: frozenset[str]) -> tuple[dict
             left_out.append(f"{name!r} is a column that llmgeom computes")
             continue
         cells = [_cell(row.get(name)) for row in rows]
-        if name == "choices":
+        if name in LISTS:
             cells = [json.dumps(cell, ensure_ascii=False) if isinstance(cell, list) else cell for cell in cells]
         nested = [i for i, cell in enumerate(cells, 1) if not isinstance(cell, int | float | str | None)]
         if nested:
@@ -48,6 +52,19 @@ def kept(rows: Sequence[Mapping[str, Any]], known: frozenset[str]) -> tuple[dict
         else:
             columns[name] = tuple(cells)
     return columns, left_out
+
+
+def spoken(messages: Any, where: str) -> str:
+    """A chat as text, a paragraph a turn. Raises UserError: no list of objects with a `role` and a `content`."""
+    if isinstance(messages, str):
+        with suppress(ValueError):
+            messages = json.loads(messages)
+    turns = list(messages) if isinstance(messages, list | tuple) else []
+    if not turns or not all(isinstance(turn, Mapping) and isinstance(turn.get("content"), str) for turn in turns):
+        raise UserError(
+            f'{where}: {MESSAGES} is {brief(messages)}, expected [{{"role": "user", "content": "..."}}, ...]'
+        )
+    return "\n\n".join(f"{turn.get('role', 'user')}: {turn['content']}" for turn in turns)
 
 
 def parsed(column: Sequence[str]) -> list[Any]:

@@ -37,9 +37,10 @@ def read(path: str, cluster: str | None = None) -> Batch:
     .jsonl has one object per line, .csv and .parquet a table; .txt and any other text one prompt per line; `-` is
     standard input, which is JSONL if its first non-blank character is {. Endings of other formats, e.g. .json or .pdf
     (`NO_LINES`), are refused; .pt is refused if the file contains tensors. In a table "text" is required; "template",
-    "domain" and "tags" are optional text. Every other column is kept in `Batch.columns` as numbers, truth values or
-    text (see `llmgeom.prompts.columns`), except columns of lists or objects, which `source` names. Blank lines at the
-    end are ignored.
+    "domain" and "tags" are optional text. Chats have "messages" instead of "text", a list of objects with `role` and
+    `content`; a column "conversation" is then their cluster. Every other column is kept in `Batch.columns` as numbers,
+    truth values or text (see `llmgeom.prompts.columns`), except columns of lists or objects, which `source` names.
+    Blank lines at the end are ignored.
 
     Args:
         cluster: The column whose equal values make a cluster; by default "template", or else each row is a cluster.
@@ -127,6 +128,8 @@ def _batch(rows: Sequence[dict[str, Any]], name: str, path: str, unit: str, clus
     repeated: list[tuple[int, int]] = []
     for number, row in enumerate(rows, start=1):
         where = f"{name}, {unit} {number}"
+        if columns.MESSAGES in row and "text" not in row:
+            row["text"] = columns.spoken(row[columns.MESSAGES], where)
         _check(row, where)
         text = row["text"]
         if not text.strip():
@@ -151,6 +154,8 @@ def _batch(rows: Sequence[dict[str, Any]], name: str, path: str, unit: str, clus
     if left_out:
         source["columns left out"] = "; ".join(left_out)
     batch = Batch(Text(tuple(row["text"] for row in rows)), usual["template"], source, columns=usual | further)
+    if cluster is None and columns.MESSAGES in further and "conversation" in further:
+        cluster = "conversation"
     if cluster is None:
         return batch
     if cluster not in (found := dict.fromkeys(key for row in rows for key in row)):

@@ -61,7 +61,9 @@ class RunConfig(config.ChatConfig):
         "all", "Layers to read: numbers and slices, e.g. 0:12:2,-1; of the residual stream one more, after the last."
     )
     positions: tuple[str, ...] = measure_flag(
-        ("last",), "last, mean (over all tokens), or places from the end, e.g. -2.", listed=True
+        ("last",),
+        "last, mean, places from the end (-2), or in a chat: user-last, assistant-mean ...; span-mean.",
+        listed=True,
     )
     batch_tokens: int = measure_flag(4096, "Tokens that run at the same time.", least=1, most=LARGEST_SEED)
     nulls: int = config.draws_flag("Untrained copies, and shuffles of the prompts where used", group="Controls")
@@ -177,7 +179,7 @@ def _asked_label(settings: RunConfig, batch: Batch) -> Ask:
         asked = replace(probe, layers=chosen(subject))
         facts = {"target": probe.target, "given": ",".join(probe.given) or "none"}
         facts |= {"positions": ",".join(map(str, probe.positions))}
-        inputs = queried(batch, subject.tokens(batch), probe.positions)
+        inputs = queried(subject, batch, probe.positions)
         draws = (settings.nulls, settings.seed, settings.batch_tokens)
         return Plan.of(subject, inputs, {LABEL: asked}, *draws, facts=facts, whole=False, finish=_with_predictions)
 

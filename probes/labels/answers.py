@@ -16,6 +16,7 @@ from llmgeom.errors import NO_TOKENIZER, UserError, brief
 from llmgeom.model.tokenizing import encode
 from llmgeom.probe import MOST_PROMPTS, Model, Needs, Observer, ProbeInput, Step
 from llmgeom.probes.shared.nulls import permutation_null
+from llmgeom.prompts.columns import CHOICES, MESSAGES
 from llmgeom.record import Record
 from llmgeom.result import Curve, Estimate, Result, curve, quantity
 from llmgeom.stats.label_scores import (
@@ -33,7 +34,6 @@ from llmgeom.stats.resampling import LEAST_CLUSTERS, Transform, jackknife
 
 PROBE = "answers"
 PROMPT, RIGHT = "prompt", "right"  # columns of the expanded batch
-CHOICES = "choices"  # the column of a prompt's own answers
 MOST_ANSWERS = 20  # different ones
 DRAWS = 199
 CLAIMS = declared(PROBE)
@@ -215,6 +215,8 @@ def read_answers(batch: Batch, column: str) -> tuple[tuple[tuple[str, ...], ...]
     Raises UserError: fewer than 2 answers or more than 20, a blank one, two that differ only in space, a right one that
     is no answer, or fewer than 5 clusters.
     """
+    if MESSAGES in batch.columns:
+        raise UserError(f"--answers {column}: answers follow a text, and these prompts are chats (messages): give text")
     cells, own = [str(cell) for cell in batch.column(column)], CHOICES in batch.columns and column != CHOICES
     every = sorted(set(cells))
     answers, right = [], []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,12 +12,13 @@ from scipy.special import expit
 from sklearn.base import BaseEstimator
 from sklearn.metrics import accuracy_score, r2_score
 
-from llmgeom.batch import Batch, Prompts
+from llmgeom.batch import Batch
 from llmgeom.errors import UserError, brief
 from llmgeom.probe import Model, Site
 from llmgeom.probes.labels import activations
 from llmgeom.probes.labels.inputs import pooled, queried, read_positions
 from llmgeom.probes.labels.probe import PROBE, WHERE, LabelProbe
+from llmgeom.prompts.columns import MESSAGES, spoken
 from llmgeom.record import Record
 from llmgeom.run import run_probes
 from llmgeom.verbs.reading import Reading, called
@@ -216,11 +218,14 @@ class Probe(BaseEstimator):
             raise UserError("this probe has no model to read texts with: give Probe(model, ...), or activations")
         return self.model
 
-    def _read(self, X: Prompts, columns: dict[str, tuple], clusters: tuple[str, ...]) -> Batch:
+    def _read(self, X: Any, columns: dict[str, tuple], clusters: tuple[str, ...]) -> Batch:
         """Texts as the model reads them, with the probe's position queried."""
-        source = {"kind": "strings", "name": "labelled texts"}
-        batch = Batch(Batch.of(X).inputs, clusters, source, columns=columns)
-        return queried(batch, self._model.tokens(batch), read_positions([str(self.position)]))
+        source, texts = {"kind": "strings", "name": "labelled texts"}, X
+        if X and not isinstance(X, str) and isinstance(X[0], list | tuple) and isinstance(X[0][0], dict):
+            texts = [spoken(chat, f"chat {i}") for i, chat in enumerate(X)]
+            columns = columns | {MESSAGES: tuple(map(json.dumps, X))}
+        batch = Batch(Batch.of(texts).inputs, clusters, source, columns=columns)
+        return queried(self._model, batch, read_positions([str(self.position)]))
 
     def _activations(self, X: Any) -> np.ndarray:
         """[row coordinate] float64 at the probe's layer. Raises UserError: another width."""

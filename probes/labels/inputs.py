@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
 from jaxtyping import Float, Shaped
+from torch import Tensor
 
-from llmgeom.batch import Batch, Rows, Tokens, row_numbers
+from llmgeom.batch import Batch, Tokens, row_numbers
 from llmgeom.errors import Unavailable, UserError, unknown
 from llmgeom.model.capture import Capture
+from llmgeom.model.model import Model
+from llmgeom.model.tokenizing import has_template, token_ids
+from llmgeom.prompts.columns import MESSAGES
 from llmgeom.stats.label_scores import Kind
 from llmgeom.stats.tests import rank_spline
 
@@ -27,7 +32,9 @@ FEW = 6  # up to so many different numbers of a confound, each is a level
 MOST_TOKENS = 2000
 LAST: Final = "last"
 MEAN: Final = "mean"
-Position = Literal["last", "mean"] | int  # -2 is the token before the last
+# In the last turn of a chat, or in the text of a column `span`.
+PLACES = tuple(f"{part}-{where}" for part in ("user", "assistant", "span") for where in ("first", "last", "mean"))
+Position = str | int  # "last", "mean", one of PLACES; -2 is the token before the last
 
 
 # ---- the label -------------------------------------------------------------------------------------------------------
@@ -216,41 +223,95 @@ def _levels(values: Sequence[str]) -> np.ndarray:
 def read_positions(words: Sequence[str]) -> tuple[Position, ...]:
     """The positions of `--positions` without repetitions; -1 is the last token.
 
-    Raises UserError: a word is neither last, mean nor a whole number below 0.
+    Raises UserError: a word is neither last, mean, a place in a part of the prompt nor a whole number below 0.
     """
     positions: list[Position] = []
     for word in words:
         try:
-            place = int(word) if word not in (LAST, MEAN) else 0
+            place = int(word) if word not in (LAST, MEAN, *PLACES) else 0
         except ValueError:
             place = 1
         if place > 0 or word == "0":
-            raise UserError(f"--positions {word}: expected last, mean, or a place counted from the end, e.g. -2")
-        positions.append(MEAN if word == MEAN else LAST if place in (0, -1) else place)
+            raise UserError(
+                f"--positions {word}: expected last, mean, a place counted from the end, e.g. -2, or one in a chat or "
+                f"span: {', '.join(PLACES)}"
+            )
+        positions.append(word if word in (MEAN, *PLACES) else LAST if place in (0, -1) else place)
     return tuple(dict.fromkeys(positions))
 
 
-def queried(batch: Batch, tokens: Tokens | Rows, positions: Sequence[Position]) -> Batch:
-    """The batch with the query positions of the probe.
+def located(model: Model, batch: Batch, positions: Sequence[Position]) -> Batch:
+    """Chats in the tokenizer's template, as tokens, with the first and last token of each part that a position names as
+    columns. Parts: "user" and "assistant", the content of the last such turn; "span", the column's text where it stands
+    last. Without chats and parts the batch is returned as it is.
 
-    Raises UserError: some prompts are too short for a position; the message names their rows.
+    Raises UserError: no tokenizer, or none with a template and offsets; a
+    prompt without such a part.
     """
+    parts = list(dict.fromkeys(p.partition("-")[0] for p in positions if p in PLACES))
+    chats = batch.columns.get(MESSAGES)
+    if not parts and chats is None:
+        return batch
+    tokenizer: Any = model.tokenizer
+    if not getattr(tokenizer, "is_fast", False) or (chats is not None and not has_template(tokenizer)):
+        needed = "a chat template" if getattr(tokenizer, "is_fast", False) else "a fast tokenizer, which gives offsets"
+        raise UserError(f"{model.name}: chats and their parts need {needed}")
+    written = model.facts.get("chat") or chats is not None
+    rows, found = [], {f"{part} {end}": [] for part in parts for end in ("first", "last")}
+    for i, text in enumerate(batch.text):
+        turns = json.loads(chats[i]) if chats is not None else [{"role": "user", "content": text}]
+        if written:
+            asks = turns[-1]["role"] != "assistant"
+            text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=asks)
+        coded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids = coded["input_ids"] if written else token_ids(tokenizer, [text])[0]
+        rows.append(torch.tensor(ids))
+        shift, before = len(ids) - len(coded["input_ids"]), len(text)
+        for part in parts[::-1]:  # the assistant's turn before the user's, which it may repeat
+            content = str(batch.column("span")[i]) if part == "span" else next(
+                (turn["content"].strip() for turn in turns[::-1] if turn["role"] == part), "")  # fmt: skip
+            start = text.rfind(content, 0, len(text) if part == "span" else before) if content else -1
+            if start < 0:
+                raise UserError(f"--positions {part}-...: prompt {i + 1} has no such part; leave the prompt out")
+            before = start if part == "assistant" and turns[-1]["role"] == "assistant" else before
+            at = [k for k, (a, b) in enumerate(coded["offset_mapping"]) if a < start + len(content) and b > start]
+            found[f"{part} first"].append(shift + at[0])
+            found[f"{part} last"].append(shift + at[-1])
+    tokens = Tokens(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), torch.tensor([*map(len, rows)]))
+    kept = {name: cells for name, cells in batch.columns.items() if name != MESSAGES}
+    return replace(batch, inputs=tokens, columns=kept | {name: tuple(cells) for name, cells in found.items()})
+
+
+def _there(position: Position, place: Tensor, lengths: Tensor, batch: Batch, rows: Tensor) -> Tensor:
+    """Whether places in these rows of the batch are at a position."""
+    if position == MEAN:
+        return place < lengths
+    if position not in PLACES:
+        return place == lengths + (-1 if position == LAST else int(position))
+    part, where = str(position).split("-")
+    first, last = (torch.tensor(batch.columns[f"{part} {end}"])[rows] for end in ("first", "last"))
+    return (place >= (last if where == "last" else first)) & (place <= (first if where == "first" else last))
+
+
+def queried(model: Model, batch: Batch, positions: Sequence[Position]) -> Batch:
+    """The batch with the query positions of the probe; chats as tokens.
+
+    Raises UserError: some prompts are too short for a position, the message names their rows; and as `located`.
+    """
+    batch = located(model, batch, positions)
     if tuple(positions) == (LAST,):
         return batch
+    tokens = model.tokens(batch)
     lengths = tokens.lengths[:, None]
-    places = [-1 if position == LAST else position for position in positions if position != MEAN]
+    places = [int(position) for position in positions if not isinstance(position, str)]
     if short := [i + 1 for i, n in enumerate(lengths[:, 0].tolist()) if n < -min(places, default=0)]:
         raise UserError(
             f"--positions {min(places)}: {row_numbers(short)} of the prompts have fewer tokens; leave them out, or "
             "give a position nearer to the end"
         )
-    place = torch.arange(tokens.data.shape[1])
-    at = [
-        place < lengths if position == MEAN else place == lengths + (-1 if position == LAST else int(position))
-        for position in positions
-    ]
-    query = torch.stack(at).any(0)
-    query[torch.arange(len(query)), lengths[:, 0] - 1] = True  # the record's entropy is that of the next token
+    place, rows = torch.arange(tokens.data.shape[1]), torch.arange(len(lengths))[:, None]
+    query = torch.stack([_there(position, place, lengths, batch, rows) for position in positions]).any(0)
+    query[rows[:, 0], lengths[:, 0] - 1] = True  # the record's entropy is that of the next token
     return replace(batch, query=query)
 
 
@@ -259,12 +320,11 @@ def at_ends(capture: Capture) -> Capture:
     return replace(capture, prompt=torch.arange(len(capture.lengths)), position=capture.lengths - 1, tensors={})
 
 
-def pooled(capture: Capture, layers: Sequence, layer: int, position: Position) -> np.ndarray:
+def pooled(capture: Capture, layers: Any, layer: int, position: Position) -> np.ndarray:
     """[prompt coordinate] float64: the activations of one layer at one position, heads concatenated."""
-    x = layers[layer].double().flatten(1)
-    prompt, place = capture.prompt, capture.position
-    if position == MEAN:
-        count = torch.bincount(prompt, minlength=len(capture.lengths))[:, None]
-        return (torch.zeros(len(count), x.shape[1], dtype=x.dtype).index_add_(0, prompt, x) / count).numpy()
-    at = place == capture.lengths[prompt] + (-1 if position == LAST else int(position))
-    return x[at].numpy() if not at.all() else x.numpy()
+    x, prompt = layers[layer].double().flatten(1), capture.prompt
+    at = _there(position, capture.position, capture.lengths[prompt], capture.batch, prompt)
+    if not str(position).endswith(MEAN):
+        return x[at].numpy() if not at.all() else x.numpy()
+    count = torch.bincount(prompt[at], minlength=len(capture.lengths))[:, None]
+    return (torch.zeros(len(count), x.shape[1], dtype=x.dtype).index_add_(0, prompt[at], x[at]) / count).numpy()
