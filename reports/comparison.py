@@ -195,14 +195,14 @@ def compare(records: Sequence[Record], folders: Sequence[str] = ()) -> Compariso
     """
     if len(records) < 2:
         raise UserError(f"{len(records)} run was given, a comparison needs two or more: llmgeom report RUN RUN")
-    labels, first = _labelled(records), records[0]
-    names = folders or labels
+    called, first = labels(records), records[0]
+    names = folders or called
     for name, other in zip(names[1:], records[1:], strict=True):
         _check(names[0], first, name, other, bool(folders))
-    pairs = [_pair(labels[0], first, label, other) for label, other in zip(labels[1:], records[1:], strict=True)]
+    pairs = [_pair(called[0], first, label, other) for label, other in zip(called[1:], records[1:], strict=True)]
     judged = _judged([d for pair in pairs for d in pair.differences])
     judged_pairs = [replace(pair, differences=tuple(islice(judged, len(pair.differences)))) for pair in pairs]
-    chose = [label for label, record in zip(labels, records, strict=True) if record.source.get("stratified")]
+    chose = [label for label, record in zip(called, records, strict=True) if record.source.get("stratified")]
     notes = [NOTES["stratified"].format(" and ".join(chose))] if chose else []
     notes += [NOTES["unpaired"]] * any(d.method == "unpaired" for pair in pairs for d in pair.differences)
     notes += [NOTES["similar"]] * any(pair.similarities for pair in pairs)
@@ -213,17 +213,6 @@ def compare(records: Sequence[Record], folders: Sequence[str] = ()) -> Compariso
         pairs=tuple(_found(pair, len(first.prompts["text"])) for pair in judged_pairs),
         notes=tuple(notes),
     )
-
-
-def _labelled(records: Sequence[Record]) -> list[str]:
-    """The model of each record; of several alike with the revision, or else the place."""
-    names = [str(record.subject["name"]) for record in records]
-    revisions = [str(record.subject.get("revision") or "") for record in records]
-    full = [f"{name} @ {revision}" if revision else name for name, revision in zip(names, revisions, strict=True)]
-    return [
-        name if names.count(name) == 1 else long if full.count(long) == 1 else f"{name} (run {i})"
-        for i, (name, long) in enumerate(zip(names, full, strict=True), 1)
-    ]
 
 
 # ---- do two records answer one question? -----------------------------------------------------------------------------

@@ -35,7 +35,8 @@ def svg(spec: Mapping[str, Any], label: str) -> Markup:
     across, up = ([*layout[name].get("range", ())] for name in ("xaxis", "yaxis"))
     if kinds == {"heatmap"}:
         rows, columns = np.shape(traces[0]["z"])
-        across, up = [-0.5, columns - 0.5], [rows - 0.5, -0.5]  # rows from the top
+        across, up = [-0.5, columns - 0.5], [-0.5, rows - 0.5]
+        up = up[::-1] if layout["yaxis"].get("autorange") == "reversed" else up
     lines = [(np.asarray(t["x"], float), np.asarray(t["y"], float), t) for t in traces if "z" not in t]
     across = across or _ends([x for x, _, _ in lines], 0.04)
     up = up or _ends([each for _, y, t in lines for each in _reach(y, t)], 0.06)
@@ -91,6 +92,9 @@ def _lines(lines: Sequence[tuple[np.ndarray, np.ndarray, Mapping[str, Any]]], pl
             fill = escape(str(trace["fillpattern"]["fgcolor"]), quote=True)
             other = place(*lines[i - 1][:2])[::-1]
             parts.append(f'<path d="{_path(np.concatenate([points, other]))}Z" fill="{fill}" fill-opacity=".3"/>')
+        if trace.get("fill") == "toself":
+            parts.append(f'<path d="{_path(points)}Z" fill="{colour}" fill-opacity="{trace.get("opacity", 0.3)}"/>')
+            continue
         if line.get("width", 2) and "lines" in trace.get("mode", "lines"):
             dash = f' stroke-dasharray="{DASHED[line["dash"]]}"' if line.get("dash") in DASHED else ""
             stroke = f'fill="none" stroke="{colour}" stroke-width="{line.get("width", 2)}"'
@@ -107,10 +111,11 @@ def _lines(lines: Sequence[tuple[np.ndarray, np.ndarray, Mapping[str, Any]]], pl
 
 def _heat(trace: Mapping[str, Any], place: Any) -> list[str]:
     cells = np.asarray(trace["z"], float)
-    scale = [colour for _, colour in trace["colorscale"]] if "zmid" in trace else CIVIDIS
+    scale = [colour for _, colour in trace.get("colorscale", ())] or CIVIDIS
     most = float(np.abs(cells).max()) or 1.0
     low, high = (-most, most) if "zmid" in trace else (float(cells.min()), float(cells.max()))
-    shares = np.rint((cells - low) / ((high - low) or 1.0) * LEVELS).astype(int)
+    low, high = trace.get("zmin", low), trace.get("zmax", high)
+    shares = np.rint(np.clip((cells - low) / ((high - low) or 1.0), 0, 1) * LEVELS).astype(int)
     (x, y), (right, below) = place(-0.5, -0.5), place(0.5, 0.5)
     where = f"translate({x:.2f} {y:.2f}) scale({right - x:.3f} {below - y:.3f})"
     parts = [f'<g transform="{where}" shape-rendering="crispEdges">']
@@ -141,7 +146,7 @@ def _axes(layout: Mapping[str, Any], across: Sequence[float], up: Sequence[float
             where = f'x="{x:.1f}" y="{bottom + 15:.1f}" text-anchor="middle"' if name == "xaxis" else (
                 f'x="{x:.1f}" y="{y:.1f}" text-anchor="end"')  # fmt: skip
             parts.append(f"<text {where}>{escape(str(text).replace('<br>', ' ')[:14])}</text>")
-    title = str(layout["xaxis"].get("title", {}).get("text", "")).replace("<br>", " ")
+    title = str((layout["xaxis"].get("title") or {}).get("text", "")).replace("<br>", " ")
     return [*parts, f'<text x="{(left + right) / 2:.1f}" y="{HEIGHT - 6}" text-anchor="middle">{title}</text>']
 
 

@@ -88,7 +88,7 @@ def test_the_svg_of_a_curve_has_its_numbers_on_one_scale_with_its_ticks():
 
 def test_the_svg_of_a_heat_map_has_a_cell_for_each_number_from_the_top():
     cells = np.array([[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]])
-    layout = {"xaxis": {"title": {"text": "head"}}, "yaxis": {"title": {"text": "layer"}}}
+    layout = {"xaxis": {"title": {"text": "head"}}, "yaxis": {"title": {"text": "layer"}, "autorange": "reversed"}}
     text = svg({"data": [{"type": "heatmap", "z": cells}], "layout": layout}, "cells")
     found = re.findall(r'<path fill="(#\w+)" d="M(\d) (\d)h1v1h-1z"', text)
     assert [(int(j), int(i)) for _, j, i in found] == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]

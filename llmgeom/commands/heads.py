@@ -60,8 +60,8 @@ def look(subject: Model, settings: RunConfig) -> Shown:
     best = next(top.itertuples())
     sentences = [
         f"{above} of {heads['induction'].size} heads look at the token after the earlier copy more than any head of "
-        f"{settings.controls} untrained copies does; L{best.layer}H{best.head} with weight "
-        f"{best.induction:.2f} (spread evenly: {heads.attrs['even attention']:.3f})."
+        f"{settings.controls} untrained cop{'y' if settings.controls == 1 else 'ies'} does; L{best.layer}H{best.head} "
+        f"with weight {best.induction:.2f} (spread evenly: {heads.attrs['even attention']:.3f})."
     ]
     if settings.ablate:
         chosen = [(row.layer, row.head) for row in top.itertuples()]

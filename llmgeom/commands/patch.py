@@ -137,12 +137,12 @@ def look(subject: Model, settings: RunConfig) -> Shown:
                 said.append(
                     f"{ticks[place].strip()!r}, layer" + (f"s {first} to {last}" if last > first else f" {first}")
                 )
-            sentences.append(f"Patched at one position, the input of a layer restores most at {'; '.join(said)}.")
+            sentences.insert(0, f"Patched at one position, the input of a layer restores most at {'; '.join(said)}.")
         else:
             each = [f"L{layer}H{place}" if across == "head" else f"layer {layer}, {ticks[place].strip()!r}"
                     for layer, place in named]  # fmt: skip
             shown = [f"{name} {restored[at]:.2f}" for name, at in zip(each, named, strict=True)]
-            sentences.append(f"Restored by one patch, most: {'; '.join(shown)} (1 is the clean answer).")
+            sentences.insert(0, f"Restored by one patch, most: {'; '.join(shown)} (1 is the clean answer).")
         if "restored, low" in patch.values:
             layer, place = named[0]
             low, high = patch["restored, low"][layer, place], patch["restored, high"][layer, place]

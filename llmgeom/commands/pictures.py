@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +19,6 @@ from llmgeom.progress import bar, first_word
 if TYPE_CHECKING:
     from llmgeom.model.model import Model
     from llmgeom.verbs.reading import Reading
-
-STYLE = (
-    "body{font:17px/1.5 system-ui,sans-serif;color:#1a1a1a;max-width:1400px;margin:1.2em auto;padding:0 1em}"
-    "h1{font-size:1.35em;margin:.2em 0}p{margin:.3em 0}.numbers{max-height:24em;overflow:auto}"
-    "table{border-collapse:collapse;font-size:14px}td,th{padding:.1em .7em;text-align:right;border:0}"
-)
 
 
 @dataclass(frozen=True)
@@ -75,30 +68,34 @@ def run(settings: Any, output: Output, look: Callable[[Model], Shown]) -> int:
 
 def page(seen: Shown) -> str:
     """One file that opens from disk: title, sentences, pictures, and every number in a table under them."""
+    from markupsafe import Markup
+
+    from llmgeom.reports.drawing import svg
+    from llmgeom.reports.packing import environment, file_text
+
     readings = {id(reading): reading for reading, _ in seen.pictures}
     title = next(iter(readings.values())).title
-    drawn, plain = [], {"full_html": False, "config": {"displaylogo": False}}
-    if seen.figure is not None:
-        drawn.append(seen.figure.update_layout(title_text="").to_html(include_plotlyjs=True, **plain))
+    figures = [("", seen.figure)] if seen.figure is not None else []
     for reading, name in seen.pictures:
-        figure = reading.plot(name)
-        named = reading.title if reading.title != title else name if name != seen.pictures[0][1] else ""
-        figure.update_layout(title_text=escape(named), margin_t=40 if named else 10)
-        drawn.append(figure.to_html(include_plotlyjs=not drawn, **plain))
-    tables = [
-        reading.frame().to_html(index=False, border=0, float_format="{:.4g}".format) for reading in readings.values()
-    ]
-    return "\n".join(
-        [
-            f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>',
-            f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head><body>',
-            f"<h1>{escape(title)}</h1>",
-            *(f"<p>{escape(sentence)}</p>" for sentence in seen.sentences),
-            *drawn,
-            *(
-                f'<details><summary>All numbers</summary><div class="numbers">{table}</div></details>'
-                for table in tables
-            ),
-            "</body></html>\n",
-        ]
+        figures.append((name if reading.title == title else f"{reading.title}: {name}", reading.plot(name)))
+    pictures = []
+    for named, figure in figures:
+        figure.update_layout(title_text="", margin_t=10)
+        html = figure.to_html(
+            include_plotlyjs=not pictures, full_html=False, config={"displaylogo": False, "responsive": True}
+        )
+        spec = {"data": [each.to_plotly_json() for each in figure.data], "layout": figure.layout.to_plotly_json()}
+        pictures.append((named, Markup(html), svg(spec, named or title)))
+    tables = [reading.frame().to_html(index=False, border=0, float_format="{:.4g}".format)
+              for reading in readings.values()]  # fmt: skip
+    return (
+        environment()
+        .get_template("verb.html")
+        .render(
+            title=title,
+            sentences=seen.sentences,
+            pictures=pictures,
+            tables=list(map(Markup, tables)),
+            css=Markup(file_text("page.css")),
+        )
     )

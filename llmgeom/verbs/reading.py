@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 BLUE, GREY, ORANGE, GREEN, INK = "#0072b2", "#8a8a8a", "#d55e00", "#009e73", "#1a1a1a"
+BLUES = ("#f7fbff", "#c8dcf0", "#73b3d8", "#2879b9", "#08306b")  # 0 to the largest
+SIGNED = ("#67001f", "#f4a582", "#f7f7f7", "#92c5de", "#053061")  # below 0, 0, above
+LEGEND = {"orientation": "h", "x": 0, "y": -0.2, "yanchor": "top"}
+BAR = {"orientation": "h", "thickness": 10, "len": 0.5, "x": 0, "xanchor": "left", "y": -0.08, "yanchor": "top"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +88,7 @@ class Reading:
 
         (down, rows), (across, columns) = self.coords.items()
         signed = bool((array < 0).any())
+        scale = SIGNED if signed else BLUES
         most = float(np.abs(array).max())
         hover = [f"{down} {row}, {across} {column}" for row in rows for column in columns]
         for other, numbers in self.values.items():
@@ -97,11 +102,12 @@ class Reading:
             y=list(rows),
             hovertext=np.array(hover).reshape(array.shape),
             hoverinfo="text",
-            colorscale="RdBu" if signed else "Blues",
-            colorbar={"title": {"text": f"{name}<br>{self.units.get(name, '')}"}},
+            colorscale=[[i / (len(scale) - 1), colour] for i, colour in enumerate(scale)],
+            colorbar={"title": {"text": f"{name} {self.units.get(name, '')}", "side": "top"}, **BAR},
             **({"zmin": -most, "zmax": most} if signed else {"zmin": 0}),
             **({"text": [[written(t) for t in row] for row in self.values[self.text[name]]]} if self.text else {}),
             texttemplate="%{text}" if self.text else None,
+            textfont={"size": 11} if self.text and len(columns) <= 8 else None,  # else Plotly shrinks it to the cell
         )
         ticks = self.ticks.get(across)
         beside = self.ticks.get(down)
@@ -109,7 +115,7 @@ class Reading:
         figure.update_xaxes(
             title=across, tickvals=list(range(len(columns))), ticktext=[*map(written, ticks or map(str, columns))]
         )
-        figure.update_yaxes(title=down)
+        figure.update_yaxes(title=down, automargin=True)
         if beside:
             figure.update_yaxes(tickvals=list(rows), ticktext=[*map(written, beside)], autorange="reversed")
         height = 22 * len(rows) + 150 if self.text or beside else max(420, 14 * len(rows) + 130)
@@ -154,7 +160,8 @@ class Reading:
 
     def _dressed(self, figure: Figure, height: int) -> Figure:
         title = {"text": escape(self.title), "font": {"size": 15}}
-        return figure.update_layout(title=title, height=height, template="plotly_white", font={"color": INK})
+        return figure.update_layout(title=title, height=height, template="plotly_white", font={"color": INK},
+                                    margin={"l": 45, "r": 15, "b": 90}, legend=LEGEND)  # fmt: skip
 
     def __repr__(self) -> str:
         axes = " x ".join(f"{name} {len(labels)}" for name, labels in self.coords.items())
