@@ -18,6 +18,7 @@ from llmgeom.files import digest
 from llmgeom.record import Record
 from llmgeom.reports.figures import Drawn, draw
 from llmgeom.reports.forest import Scale, Span
+from llmgeom.reports.table import labels
 from llmgeom.reports.text import columns, grid, independent, names_of, number_of, numbers, pretty, visible, wrapped
 from llmgeom.result import Estimate, Measured, line
 from llmgeom.stats import tests

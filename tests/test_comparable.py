@@ -170,7 +170,7 @@ def test_a_comparison_is_plain_data_and_safe_lines():
     body = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     assert body["pairs"][0]["differences"][0]["metric"] == RHO and body["prompts"] == 60
     text = "\n".join(found.lines())
-    assert "\x1b" not in text and "\\x1b[31mevil\\n (run 2) less \\x1b[31mevil\\n (run 1)" in text
+    assert "\x1b" not in text and "\\x1b[31mevil\\n on math (run 2) less \\x1b[31mevil\\n on math (run 1)" in text
     undecided = rows(found)[SHARE]
     assert f"undecided (needs n >= {undecided.needed} clusters)" in text and undecided.needed > 30
     assert "CKA of the first 2 components" in text

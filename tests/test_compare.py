@@ -26,7 +26,7 @@ def test_a_record_does_not_differ_from_itself(tmp_path):
     assert (rows(found)[PAIRED].method, rows(found)[PAIRED].low, rows(found)[PAIRED].high) == ("paired", 0.0, 0.0)
     assert rows(found)[SHARE].method == "unpaired" and rows(found)[SHARE].low < 0 < rows(found)[SHARE].high
     assert [s["value"] for s in found.pairs[0].similarities] == pytest.approx([1, 1])
-    assert found.pairs[0].record == "a (run 2)" and not found.pairs[0].left_out
+    assert found.pairs[0].record == "a on math (run 2)" and not found.pairs[0].left_out
 
 
 def test_a_planted_difference_is_found_in_its_direction_and_pairing_is_what_finds_it():
@@ -321,7 +321,7 @@ def test_two_revisions_are_named_and_those_with_equal_weights_are_refused():
     step = {"name": "suite", "revision": "step1", "weights": "a" * 64}
     first, same = (replace(r, subject={**r.subject, **step}) for r in (first, other))
     other = replace(same, subject={**same.subject, "revision": "step2", "weights": "b" * 64})
-    assert compare.compare([first, other]).pairs[0].record == "suite @ step2"
+    assert compare.compare([first, other]).pairs[0].record == "step2"
     with refused(UserError, "step1", "step2", "a" * 12):
         compare.compare([first, replace(other, subject={**other.subject, "weights": "a" * 64})])
     assert compare.compare([first, same]).pairs[0].record == "suite (run 2)"
