@@ -324,4 +324,4 @@ def test_two_revisions_are_named_and_those_with_equal_weights_are_refused():
     assert compare.compare([first, other]).pairs[0].record == "step2"
     with refused(UserError, "step1", "step2", "a" * 12):
         compare.compare([first, replace(other, subject={**other.subject, "weights": "a" * 64})])
-    assert compare.compare([first, same]).pairs[0].record == "suite (run 2)"
+    assert compare.compare([first, same]).pairs[0].record == "suite on math (run 2)"
