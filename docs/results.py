@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 from tables import TABLES
@@ -31,7 +32,7 @@ STORE = DOCS / "results"
 COMMANDS: dict[str, str] = tomllib.loads((STORE / "commands.toml").read_text(encoding="utf-8"))
 FIELDS = (
     *("value", "unit", "low", "high", "control", "control_low", "control_high", "control_centre", "difference_low"),
-    *("difference_high", "p", "n", "clusters", "verdict"),
+    *("difference_high", "p", "n", "clusters", "verdict", "effect"),
 )
 CURVES = {  # probe -> arrays [layer] that are stored, too
     "interchange": ("whole", "frame", "random", "placebo"),
@@ -98,10 +99,12 @@ def metrics(folder: Path) -> dict[str, dict]:
     found: dict[str, dict] = {}
     for place, record in Record.load_all(folder).items():
         of = f"[{place}]" if place else ""
-        for row in rows([record]):
-            if row.h:
-                cells = row.numbers().items()
-                found[of + row.name] = {field: cell for field, cell in cells if field in FIELDS and cell is not None}
+        every = [row for row in rows([record]) if row.h]
+        names = Counter(row.name for row in every)
+        for row in every:  # two probes of one record may have a metric of one name
+            name = f"{row.probe}: {row.name}" if names[row.name] > 1 else row.name
+            cells = row.numbers().items()
+            found[of + name] = {field: cell for field, cell in cells if field in FIELDS and cell is not None}
         for probe, name in ((probe, name) for probe, names in CURVES.items() for name in names):
             arrays = record.results[probe].arrays if probe in record.results else {}
             for layer, value in enumerate(arrays.get(name, ())):
@@ -109,6 +112,16 @@ def metrics(folder: Path) -> dict[str, dict]:
                 band = {f"control_{end}": float(x) for end, x in zip(("low", "high"), ends, strict=False)}
                 found[f"{of}{name}, layer {layer}"] = {"value": float(value)} | band
     return found
+
+
+def previewed(found: dict) -> dict[str, dict]:
+    """The metrics of what a scan printed with `--json`, as `metrics` has those of its folder."""
+    return {
+        f"[{row['record'].rpartition(' on ')[2]}]{row['metric']}": {
+            field: row[field] for field in FIELDS if row.get(field) is not None
+        }
+        for row in found["verdicts"]
+    }
 
 
 def measure(place: str, names: list[str]) -> None:
@@ -133,6 +146,8 @@ def measure(place: str, names: list[str]) -> None:
             raise SystemExit(f"{command}\n{done.stderr}")
         out = Path(place, words[words.index("--out") + 1]) if "--out" in words else None
         measured = metrics(out) if out and any([*out.rglob("record.json"), *out.rglob("metrics.json")]) else {}
+        if "--json" in words:  # a preview, which leaves no record
+            measured = previewed(json.loads(done.stdout))
         shown = name in kept or not measured  # what has no record is kept as it prints
         lines = [line.rstrip() for line in done.stdout.strip("\n").splitlines()] if shown else []
         if lines or measured:

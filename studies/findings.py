@@ -1,0 +1,321 @@
+"""What two real models say: `python -m studies.findings` writes the first part of docs/findings.md, and its figure.
+
+Every number comes from docs/results/NAME.json. `python docs/results.py --run NAME` makes one of them again, by the
+command that docs/results/commands.toml has for it (`python -m studies.beliefs` makes beliefs.json). A sentence that
+says more than a number has the condition under which it is true: `said` refuses to write it where the stored numbers
+no longer meet it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE, FIGURE, REST = DOCS / "findings.md", DOCS / "pictures" / "findings.svg", "## In small models of known truth"
+MODELS = {"smollm2": "SmolLM2", "gemma": "Gemma"}
+# What the page calls a claim: record, metric, format, and the sign of the claimed effect (0: none is drawn).
+SCANS = {"smollm2": "smollm2", "gemma": "gemma_seed0"}  # with controls; the other scans are replicates of values
+# What the page calls a claim: record ("" for the scan), metric, format, and the sign of the effect (0: none is drawn).
+PREDICTED = {
+    "**1** Values lie near a plane: share of PC1+PC2": ("", "[mixed]PC1+PC2 share", ".2f", 1),
+    "ordered by entropy: \\|rho\\| of PC1": ("", "[mixed]|rho| of PC1 and entropy", ".2f", 1),
+    "flatter within one domain (maths): gain": ("", "[math]gain in PC1+PC2 share, as diverse", ".3f", 1),
+    "**2** Keys are orthogonal: \\|cos\\| of columns of W_K": ("", "[mixed]columns of W_K", ".3f", -1),
+    "**3** Attention narrows with depth: focusing": ("", "[mixed]focusing", ".2f", 1),
+    "and without the first token, the sink": ("", "[mixed]focusing without the first token", ".2f", 1),
+    "**4** Evidence in context is used: resolution": ("evidence", "resolution", ".2f", 1),
+    "and weighed by Bayes' rule (1)": ("evidence", "weight of evidence", ".2f", 0),
+}
+SEEDS = ("seed0", "seed1", "seed2", "float32")
+AXES = ("value pc1", "value ridge", "residual pc1", "residual ridge")
+PUBLISHED = {0: "before: .19", 1: ".80", 2: ".97", 3: "1.00"}
+
+
+def stored(name: str) -> dict[str, Any]:
+    """A stored result; an empty one where there is none."""
+    path = DOCS / "results" / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def metrics(name: str) -> dict[str, dict[str, Any]]:
+    """The numbers of a stored result; SmolLM2 in float32 is the record of README."""
+    found: dict[str, dict[str, Any]] = stored("smollm2" if name == "smollm2_float32" else name).get("metrics", {})
+    return found
+
+
+def number(value: float, form: str) -> str:
+    """.41, -.05, 1.00."""
+    return format(value + 0, form).replace("0.", ".", 1) if abs(value) < 1 else format(value, form)
+
+
+def value(one: dict[str, Any], form: str) -> str:
+    """value [low, high]."""
+    ends = f" [{number(one['low'], form)}, {number(one['high'], form)}]" if "low" in one else ""
+    return number(one["value"], form) + ends
+
+
+def control(one: dict[str, Any], form: str) -> str:
+    """The range of a control, and whose it is."""
+    low, high = (number(one[f"control_{end}"], form) for end in ("low", "high"))
+    return f"{one['control'].split(' (')[0]} {low if low == high else f'{low} to {high}'}"
+
+
+def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> list[str]:
+    """A table in Markdown, with empty lines around it."""
+    first, *rest = (f"| {' | '.join(row)} |" for row in (head, *body))
+    return ["", first, "|---" * len(head) + "|", *rest, ""]
+
+
+def said(sentence: str, *conditions: bool) -> str:
+    """A sentence, if the stored numbers meet its conditions. Raises ValueError where they do not."""
+    if not all(conditions):
+        raise ValueError(f"the stored numbers do not say: {sentence}")
+    return sentence
+
+
+def apart(one: dict[str, Any]) -> int:
+    """1 where the interval lies above the control's range, -1 where below, else 0."""
+    return (one["low"] > one["control_high"]) - (one["high"] < one["control_low"])
+
+
+def claimed(model: str, claim: str) -> dict[str, Any]:
+    """The stored numbers of one claim of PREDICTED."""
+    name, metric, *_ = PREDICTED[claim]
+    return metrics(f"{model}_{name}" if name else SCANS[model])[metric]
+
+
+def predictions() -> list[str]:
+    """Each claim with its word, value, interval and hardest control."""
+
+    def cell(model: str, claim: str, form: str) -> str:
+        one = claimed(model, claim)
+        return f"**{one['verdict']}** {value(one, form)}; {control(one, form)}"
+
+    body = [[claim, *(cell(model, claim, where[2]) for model in MODELS)] for claim, where in PREDICTED.items()]
+    return table(["Paper III says", *MODELS.values()], body)
+
+
+def replicates() -> list[str]:
+    """The values of the scans' claims for each seed of prompts, and in float32."""
+    body = []
+    for claim, (name, metric, form, _) in PREDICTED.items():
+        if not name:
+            cells = []
+            for model in MODELS:
+                *seeds, precise = (number(metrics(f"{model}_{seed}")[metric]["value"], form) for seed in SEEDS)
+                cells.append(f"{', '.join(seeds)}; {precise}")
+            body.append([claim.split("** ")[-1], *cells])
+    return table(["value in seeds 0, 1, 2; float32", *MODELS.values()], body)
+
+
+def evidence() -> list[str]:
+    """Two labels in context (SULA): the conditions of both models."""
+    names = {
+        "accuracy": ("accuracy of the first choice", ".2f"),
+        "mass of the answers": ("probability of both labels", ".2f"),
+        "bias": ("bias, bits", ".1f"),
+        "movement: remap": ("answer moves with other labels", ".2f"),
+        "movement: permuted": ("with another order", ".2f"),
+        "consistent against alternating": ("consistent against alternating labels, of the exact fall", ".2f"),
+    }
+    every = {model: metrics(f"{model}_evidence") for model in MODELS}
+
+    def cell(one: dict[str, Any], form: str) -> str:
+        return value(one, form) + (f"; {control(one, form)}" if "control_low" in one else "")
+
+    body = [[said, *(cell(found[name], form) for found in every.values())] for name, (said, form) in names.items()]
+    return table(["200 prompts with evidence", "SmolLM2", "Gemma"], body)
+
+
+def heads(model: str) -> list[str]:
+    """What `llmgeom heads` prints in sentences."""
+    lines = stored(f"{model}_heads")["output"]
+    return [f"- {MODELS[model]}: {' '.join(lines[: lines.index('')])}"]
+
+
+def beliefs() -> list[str]:
+    """Read-outs of exact beliefs beside the best reader that needs no belief."""
+    body = []
+    for run in stored("beliefs").get("runs", []):
+        if run["dtype"] == "bfloat16" and run["rendering"] == "spaces" and run["seed"] == 0:
+            r2, low, high = (number(x, ".3f") for x in run["numbers"]["R2"])
+            beyond = [number(x, ".3f") for x in run["numbers"]["beyond best rival"]]
+            best, rivals = run["best rival"], run["rivals"]
+            name = next((said for key, said in MODELS.items() if key[:4] in run["model"].lower()), run["model"])
+            body.append([f"{name}, {run['run']}", f"{r2} [{low}, {high}], layer {run['layer']['R2']}",
+                         number(run["numbers"]["untrained"][0], ".2f"), number(rivals["last 3 symbols"], ".3f"),
+                         f"{best}: {number(rivals[best], '.3f')}", "{} [{}, {}]".format(*beyond)])  # fmt: skip
+    head = ["512 symbols, 16 sequences", "R2 of the belief", "untrained copy", "last 3 symbols", "best rival"]
+    return table([*head, "partial R2 beyond it"], body) if body else []
+
+
+def neurons() -> list[str]:
+    """Axes and neurons beside the unembedding's near-null space."""
+
+    def cell(one: dict[str, Any] | None) -> str:
+        if one is None:
+            return ""
+        ends = [number(one[f"control_{end}"], ".3f") for end in ("low", "high")] if "control_low" in one else []
+        return value(one, ".3f") + (f"; {' to '.join(ends)}" if ends else "")
+
+    kinds = ("|rho| with entropy", "null share", "free", "frozen")
+    body = [
+        [f"{name}, {MODELS[model]}", *(cell(metrics(f"{model}_neurons").get(f"{name}: {kind}")) for kind in kinds)]
+        for name in (*AXES, "neurons of the largest null share", "other neurons")
+        for model in MODELS
+    ]
+    head = ["removed", "\\|rho\\| with entropy", "null share; random", "free, bits; random", "frozen, bits; random"]
+    return table(head, body)
+
+
+def rescue() -> list[str]:
+    """Accuracy past the horizon by block, beside the published numbers."""
+    found, body = metrics("rescue"), []
+    for block in range(4):
+        names = [f"{arm}, block {block}" for arm in ("whole", "update", "random", "mismatched")]
+        names.append(f"mismatched, block {block}: the donor's answer")
+        body.append([str(block), *(value(found[name], ".2f") if name in found else "" for name in names)])
+        body[-1].append(PUBLISHED[block])
+    head = ["input of block", "whole state", "update alone", "random", "mismatched donor", "of it, the donor's answer"]
+    return table([*head, "published, whole"], body)
+
+
+def figure() -> Any:
+    """Each claim of both models on one scale: 0 is the hardest control, 1 the claimed effect beyond it."""
+    from plotly.graph_objects import Figure
+    from study_pictures import WORDS
+
+    from llmgeom.reports.figures import TEMPLATE
+
+    drawn = Figure(layout={"template": TEMPLATE})
+    shown = [claim for claim, where in PREDICTED.items() if where[3]]
+    for model, symbol, shift in (("smollm2", "circle", -0.14), ("gemma", "diamond", 0.14)):
+        for row, claim in enumerate(shown):
+            one, sign = claimed(model, claim), PREDICTED[claim][3]
+            at, low, high = (
+                sign * (one[end] - one["control_centre"]) / one["effect"] for end in ("value", "low", "high")
+            )
+            ends = {"symmetric": False, "array": [max(low, high) - at], "arrayminus": [at - min(low, high)], "width": 0}
+            drawn.add_scatter(
+                x=[at], y=[row + shift], mode="markers", name=MODELS[model], showlegend=row == 0, error_x=ends,
+                marker={"symbol": symbol, "size": 11, "color": WORDS[one["verdict"]]},
+            )  # fmt: skip
+    for x, text in ((0, "hardest control"), (1, "claimed effect")):
+        drawn.add_vline(x=x, line={"width": 1, "color": "#555"})
+        drawn.add_annotation(text=text, x=x, y=-0.9, showarrow=False)
+    names = [claim.split("** ")[-1].replace("\\", "") for claim in shown]
+    return drawn.update_layout(
+        yaxis={"tickvals": list(range(len(shown))), "ticktext": names, "autorange": "reversed", "showgrid": False},
+        xaxis={"title": {"text": "effect beyond the control, in units of the claimed one"}, "zeroline": False},
+        legend={"orientation": "h", "y": 1.12}, margin={"l": 330, "t": 40, "r": 20},
+    )  # fmt: skip
+
+
+INTRO = """# What two real models say
+
+SmolLM2-135M-Instruct (30 layers; 9 query heads on 3 of keys and values) and Gemma-3-270M (base; 18 layers; 4 on 1; a window of 512
+tokens in 15 layers), read from 4-bit files, dequantised. `python -m studies.findings` writes this page, down to "In small models
+of known truth", from `docs/results/`; `python docs/results.py --run NAME` measures a record again by its command in
+`docs/results/commands.toml` (GEMMA: a folder or GGUF file). Intervals are 95 %, over templates, sets of labels, or heads. The
+control is the hardest that a claim names, and the [word](claims.md) comes from both.
+
+![Each claim of both models on one scale: 0 is the hardest control, 1 the claimed effect](pictures/findings.svg)
+
+## The four predictions
+
+Paper III (Agarwal et al. 2025, arXiv 2512.23752). Scans: 75 mixed and 75 maths prompts (records `smollm2`, float32, 8 draws of each
+control; `gemma_seed0`, bfloat16, 5). Evidence: 200 prompts (`smollm2_evidence`, `gemma_evidence`, bfloat16)."""
+
+LIMITS = """## What nobody can tell from this
+
+- Whether a property is one of language models, of size, or of grouped queries: these are two trainings, which differ in everything.
+- What a window does: no prompt here is as long as Gemma's.
+- Whether rounding to 4 bits matters: the published weights were not read.
+- Whether PC1 follows entropy: 75 prompts leave |rho| open, and so would several hundred.
+- Whether an answer comes from a belief or from a count: for two labels the exact log odds are a function of the counts' difference,
+  so that a counter with the same weight answers the same.
+"""
+INDUCTION = "Random tokens, repeated (`llmgeom heads`; records `smollm2_heads`, `gemma_heads`):"
+
+
+def reading() -> list[str]:
+    """What the table of predictions says, and the entropy axis."""
+    every = {claim: [claimed(model, claim) for model in MODELS] for claim in PREDICTED}
+    plane, order, gain, keys, focus, rest, used, weighed = every.values()
+    words = {claim: [one["verdict"] for one in of] for claim, of in every.items()}
+    falls = " and ".join(number(one["value"], ".0%") for one in focus)
+    lines = [
+        said(
+            f"**Attention focuses in both**, by {falls}, more than in every control; without the first token it does not.",
+            *(one["verdict"] in ("holds", "small") for one in focus),
+            *(one["verdict"] in ("ruled out", "opposite") for one in rest),
+        ),
+        said(
+            "**Values lie near no plane**, mixed or within one domain.",
+            *(one["verdict"] in ("ruled out", "opposite") for one in (*plane, *gain)),
+        ),
+        said("**Keys overlap more than before training.**", *(one["verdict"] == "opposite" for one in keys)),
+        said("**Both use evidence in context.**", *(one["verdict"] == "holds" for one in used)),
+        said("Whether PC1 follows entropy is open.", *(one["verdict"] == "open" for one in order)),
+    ]
+    del words, weighed
+    return [*lines, ""]
+
+
+SEEDS_SAY = ""
+
+
+def weighing() -> list[str]:
+    """Two labels in context."""
+    first, second = (metrics(f"{model}_evidence")["weight of evidence"] for model in MODELS)
+    return [
+        said(
+            f"**Both weigh labels about twice as much as Bayes' rule**: log odds grow {value(first, '.1f')} and "
+            f"{value(second, '.1f')} times as fast.",
+            *(1.5 < one["low"] < 2 < one["high"] for one in (first, second)),
+        )
+        + " Eight worlds of SmolLM2: [evidence](evidence.md#smollm2-135m-instruct).",
+    ]
+
+
+def believing() -> list[str]:
+    return []
+
+
+def confidence() -> list[str]:
+    return []
+
+
+def rescued() -> list[str]:
+    return []
+
+
+def page() -> str:
+    """The page above `REST`."""
+    lines = INTRO.splitlines() + predictions() + reading() + ["### Seeds of prompts, and precision"] + replicates()
+    lines += [SEEDS_SAY, "", "## Evidence in context", "", *weighing(), *evidence()]
+    lines += ["## Induction heads", "", INDUCTION, "", *heads("smollm2"), *heads("gemma"), ""]
+    if body := beliefs():
+        lines += ["## Beliefs in context", "", *believing(), *body]
+    lines += ["## Entropy neurons", "", *confidence(), *neurons()]
+    lines += ["## Rescue transplant", "", *rescued(), *rescue()]
+    lines += LIMITS.splitlines()
+    return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n\n"
+
+
+def main() -> None:
+    """Write the page above `REST`, and the figure."""
+    rest = PAGE.read_text(encoding="utf-8").partition(REST)[2]
+    PAGE.write_text(page() + REST + rest, encoding="utf-8")
+    sys.path.insert(0, str(DOCS))
+    from pictures import svg
+
+    FIGURE.write_text(svg(figure(), 860, 400) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
