@@ -20,7 +20,7 @@ from llmgeom.batch import Batch, Rows, Tokens
 from llmgeom.cache.shards import folder_size, room, run_key
 from llmgeom.flags import places, positions as places_of
 from llmgeom.model.batching import BATCH_TOKENS
-from llmgeom.model.capture import ATTENDING, OUTPUTS, Site
+from llmgeom.model.capture import ATTENDING, INSIDE, OUTPUTS, Site
 from llmgeom.model.no_context import NoContext
 from llmgeom.model.passes import Draw, Pass, plan_control, run_spec, unwritten
 from llmgeom.model.tokenizing import shuffle, special_tokens
@@ -223,7 +223,10 @@ class Plan:
                     observers += attention_observer(self.subject, batch)
                 observers += [self.no_context.observer] if self.no_context else []
             edits = [self.no_context.edit(batch, means)] if kind == NO_CONTEXT and self.no_context else []
-            more = {"observers": [*dict.fromkeys(observers)], "edits": edits}
+            wanted = sites.union(*(one.wanted for one in observers))
+            # Without context nothing moves between positions: where no attention is read, the last one runs alone.
+            alone = bool(edits) and batch.query is None and not wanted & INSIDE and self.no_context.cuts_all(batch)
+            more = {"observers": [*dict.fromkeys(observers)], "edits": edits, "alone": alone}
             found.append((plan_control(self.reader, seed, batch, sites, **more, **options), rows))
         return found
 

@@ -11,7 +11,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -92,6 +92,25 @@ def run_probes(
     return Run(Plan.of(subject, Batch.of(batch), probes, *options, whole=whole), store).record()
 
 
+def read_all(runs: Mapping[str, Run]) -> None:
+    """All that some runs of one model read, by name. A copy of it, untrained or permuted, is drawn once for all."""
+    of, events = [*runs.values()], list[str]()
+    for name, run in runs.items():
+        with within(name) if len(of) > 1 else contextlib.nullcontext():
+            run.read()
+    with of[0].subject.controls(of[0].store, events.append) as control:
+        for kind, what in ((UNTRAINED, "untrained controls"), (PERMUTED, "permuted weights")):
+            draws = [*dict.fromkeys(draw for run in of for draw in run.plan.draws.get(kind, ()))]
+            for done, draw in enumerate(draws, 1):
+                build = cache(partial(control, draw))
+                for run in of:
+                    if draw in run.plan.draws.get(kind, ()):
+                        run.control(kind, draw, build)
+                tell(what, done, len(draws))
+    for run in of:
+        run.drawing, run.complete = events, True
+
+
 class Run:
     """A plan that is read and measured.
 
@@ -99,6 +118,7 @@ class Run:
         captures: MODEL or control -> the captures of each of its draws that is read, by sample name.
         observations: probe -> its observations of the model. of_controls: of each untrained control.
         refused: probe -> why it has none.
+        drawing: events while untrained controls were drawn. complete: whether all is read.
     """
 
     def __init__(self, plan: Plan, store: str | None = None) -> None:
@@ -108,7 +128,8 @@ class Run:
         self.observations: dict[str, Any] = {}
         self.of_controls: dict[str, list[Any]] = {}
         self.refused: dict[str, str] = {}
-        self._drawing: list[str] = []  # events while untrained controls are drawn
+        self.drawing: list[str] = []
+        self.complete = False
         if store:
             plan.check_room(store)
 
@@ -125,9 +146,9 @@ class Run:
             return self._record(judged=False)
 
     def record(self, facts: Mapping[str, Any] = {}) -> Record:
-        """Read, measure and judge; see `run_probes`. `facts` are added to those of the plan."""
-        self._read_model()
-        self._read_controls()
+        """Read what is not read yet, measure and judge; see `run_probes`. `facts` are added to those of the plan."""
+        if not self.complete:
+            read_all({"": self})
         record = self._record(facts=facts)
         return self.plan.finish(record, self.observations) if self.plan.finish else record
 
@@ -175,9 +196,9 @@ class Run:
         own = self.captures[MODEL][0]
         return {**own, MAIN: own[MAIN].take(self.plan.subset)} if subset and self.plan.subset is not None else own
 
-    def _read_controls(self) -> None:
-        """Every draw of every control. Those that use the trained model run before untrained ones, which may be drawn
-        in its memory."""
+    def read(self) -> None:
+        """The model and the controls that use its own weights; untrained ones may later be drawn in its memory."""
+        self._read_model()
         plan, draws = self.plan, self.plan.draws
         for done, seed in enumerate(draws.get(SHUFFLED, ()), 1):
             self._read(SHUFFLED, seed)
@@ -185,22 +206,16 @@ class Run:
         if NO_CONTEXT in draws and plan.no_context is not None:
             self._read(NO_CONTEXT, means=plan.no_context.means(self.captures[MODEL][0][MAIN]))
             tell("control without context", 1, 1)
-        compared = [
-            name for name, needs in plan.needs.items() if UNTRAINED in needs.controls and name not in self.refused
-        ]
-        with self.subject.controls(self.store, self._drawing.append) as control:
-            for done, seed in enumerate(draws.get(UNTRAINED, ()) if compared else (), 1):
-                self.control(seed, control, compared)
-                tell("untrained controls", done, len(draws[UNTRAINED]))
-            for done, drawn in enumerate(draws.get(PERMUTED, ()), 1):
-                self._read(PERMUTED, drawn, cache(lambda drawn=drawn: control(drawn)))
-                tell("permuted weights", done, len(draws[PERMUTED]))
 
-    def control(self, seed: Draw | None, draw: Callable[[Draw | None], Model], compared: Sequence[str]) -> None:
-        """One untrained control, and what these probes observe in it; `draw` makes it, where a shard is missing."""
-        build = cache(lambda: draw(seed))
-        captures = self._read(UNTRAINED, seed, build)
-        for name in compared:
+    def control(self, kind: str, seed: Draw | None, build: Callable[[], Model]) -> None:
+        """One draw of untrained or permuted weights, and what probes observe in it; `build` makes it, if it must be."""
+        compared = [
+            name for name, needs in self.plan.needs.items() if kind in needs.controls and name not in self.refused
+        ]
+        if kind == UNTRAINED and not compared:
+            return
+        captures = self._read(kind, seed, build)
+        for name in compared if kind == UNTRAINED else ():
             needs = self.plan.needs[name]
             if needs.examine or needs.collect:
                 # Without such weights in this control the others decide.
@@ -306,7 +321,7 @@ class Run:
         yield from subset_note(plan.batch, plan.subset, plan.needs) if len(plan.draws) > 1 else ()
         yield from caveats(self.subject, batch, tokens, plan.controls if judged else None, claimed)
         every = [capture for draws in self.captures.values() for draw in draws for capture in draw.values()]
-        yield from dict.fromkeys([*(event for capture in every for event in capture.events), *self._drawing])
+        yield from dict.fromkeys([*(event for capture in every for event in capture.events), *self.drawing])
 
     def _view(self) -> ProbeInput:
         """The input of `measure`: the model and its controls, on the prompts that controls read."""

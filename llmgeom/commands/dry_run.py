@@ -101,7 +101,7 @@ def price(
             edited += probe.priced(who, plan.inputs[MAIN])
             if UNTRAINED in probe.NEEDS.controls:
                 edited += copies * probe.priced(who, plan.inputs[MAIN], control=True)
-        read = sum(int((work.tokens.lengths - work.shared).sum()) for work in works)
+        read = sum(int(work.runs.sum()) for work in works)
         sources[str(plan.batch.source.get("name", "prompts"))] = {
             "prompts": len(plan.batch),
             "clusters": len(set(plan.batch.cluster)),

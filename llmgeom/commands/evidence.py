@@ -193,15 +193,18 @@ def perform(
     """
     from llmgeom.files import digest
     from llmgeom.probes.evidence.profile import PROFILE, profile
+    from llmgeom.run import read_all
 
     out, jobs = prepared or prepare(settings)
     if len(jobs) == 1:
         return out, [jobs[0].perform(subject)[1]]
     subject = settings.subject(jobs[0].located, subject)
+    runs = {job.what: job.begin(subject) for job in jobs}
+    read_all(runs)
     records = []
     for job in jobs:
         with within(job.what):
-            records.append(job.perform(subject)[1])
+            records.append(job.finish(runs[job.what]))
     if whole := profile(records, {"spec": digest({"run": settings.spec(jobs[0].located), "process": PROFILE})}):
         whole.save(out / PROFILE)
         records.insert(0, whole)

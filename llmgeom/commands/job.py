@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from llmgeom.model.model import Model
     from llmgeom.plan import Plan
     from llmgeom.record import Record
+    from llmgeom.run import Run
 
 
 Ask = Callable[["Model"], "Plan"]  # makes the plan for a loaded model
@@ -60,17 +61,23 @@ class Job:
 
     def perform(self, subject: Model | None = None) -> tuple[Path, Record]:
         """Load the model unless given, ask, save the record and its page. (folder, record)."""
+        return self.folder, self.finish(self.begin(self.settings.subject(self.located, subject)))
+
+    def begin(self, subject: Model) -> Run:
+        """The run of its plan, of which nothing is read yet. Raises UserError where its folder holds another run."""
         from llmgeom.cache.shards import captures_folder
         from llmgeom.run import Run
 
         config.check_folder(self.folder, self.spec)
-        subject = self.settings.subject(self.located, subject)
-        run = Run(self.ask(subject), str(captures_folder()))
+        return Run(self.ask(subject), str(captures_folder()))
+
+    def finish(self, run: Run) -> Record:
+        """Read what is not read yet, measure, and save the record and its page."""
         record = run.record({"spec": self.spec, "command": self.settings.command()})
         if self.save:
             self.save(record, self.folder)
         config.keep(record, self.folder)
-        return self.folder, record
+        return record
 
     def price(self) -> dict[str, Any]:
         """What the job will run."""

@@ -233,10 +233,12 @@ class Scan:
             **settings.selected,
         }
 
-    def plan(self, subject: Model, name: str, first: bool = False) -> Plan:
+    def plan(self, subject: Model, name: str, first: bool = False, preview: bool = False) -> Plan:
         """What is read of one pool: its prompts, and unless `first` the further samples that probes compare them with.
 
         A pool is spread over entropy. A domain other than mixed is compared with mixed prompts as diverse as its own.
+        A `preview` takes prompts at random, as the entropies of a pool cost more than all else that it reads, and
+        leaves out probes that examine weights.
         """
         from llmgeom.plan import Plan
         from llmgeom.probe import MATCHED, MIXED, WHOLE
@@ -248,6 +250,12 @@ class Scan:
 
             of = pool.source
             samples[WHOLE] = wind_tunnels.load_world(of["name"]).sample(of["n"], of["seed"], of["split"])
+        elif self.stratify and preview:
+            from llmgeom.prompts.pool import plain
+
+            modules = {name: module for name, module in modules.items() if module.NEEDS.examine is None}
+            pool = plain(self._readable(subject, pool, "prompts of the pool", notes), self.n(name), settings.seed)
+            notes.append("prompts drawn at random, where the whole run spreads them over entropy: values will differ")
         elif self.stratify:
             from llmgeom.prompts.pool import stratify
 
@@ -340,8 +348,8 @@ def perform(
 ) -> Iterator[tuple[Path, Record]]:
     """Load the model unless given, scan each pool, save each record, then write the page. Yields (folder, record).
 
-    Records of several pools are judged together at the end, as the terminal and the page count their claims together.
-    Where controls are still to be read, the page is written once after the model's own pass as a preview; with
+    Records of several pools are judged together, as the terminal and the page count their claims together. Where
+    controls are still to be read, the page is written after the model's own pass of each pool, as a preview; with
     `preview` nothing else is read, and that page is all that is written. Without `write` no file is.
     One of several processes makes its share of the captures; the first of a launcher's then waits for the others and
     goes on, any other, and one of a job array, yields nothing.
@@ -353,36 +361,36 @@ def perform(
         yield from earlier.items()
         return
     from llmgeom.commands.distributed import Share  # torch: takes seconds to import
-    from llmgeom.run import Run
+    from llmgeom.run import Run, read_all
 
     subject = asked.settings.subject(asked.located, subject)
     share = Share.given() if write else None
     if share is not None and not share.made([partial(asked.plan, subject, name) for name in asked.pools], store):
         return
-    records: list[Record] = []
+    runs: dict[str, Run] = {}
+    seen: list[Record] = []
     for name in asked.pools:
-        run = Run(asked.plan(subject, name, first=write), store)
+        run = Run(asked.plan(subject, name, first=write, preview=preview), store)
         if write and (preview or run.waits):
             with within(name):
-                seen = run.preview()
-            if preview:
-                records.append(seen)
-                yield asked.folder(name), seen
-                continue
-            config.write_page(asked.out, [*records, seen])
+                seen.append(run.preview())
+            config.write_page(asked.out, seen)
             first_word(f"preview, values without controls: {page}", unseen())
-        if NOT_YET in run.plan.notes:
-            run = Run(asked.plan(subject, name), store)
+        if not preview:
+            runs[name] = Run(asked.plan(subject, name), store) if NOT_YET in run.plan.notes else run
+    if preview:
+        yield from zip(map(asked.folder, asked.pools), seen, strict=True)
+        return
+    read_all(runs)
+    records = []
+    for name, run in runs.items():
         with within(name):
             records.append(run.record())
+    judged = claims.judged_together([record.results for record in records])
+    records = [replace(record, results=results) for record, results in zip(records, judged, strict=True)]
+    for name, record in zip(runs, records, strict=True):
         if write:
-            config.save(records[-1], asked.folder(name))
-    if not preview:
-        judged = claims.judged_together([record.results for record in records])
-        records = [replace(record, results=results) for record, results in zip(records, judged, strict=True)]
-        for name, record in zip(asked.pools, records, strict=True):
-            if write and len(records) > 1:
-                config.save(record, asked.folder(name))
-            yield asked.folder(name), record
+            config.save(record, asked.folder(name))
+        yield asked.folder(name), record
     if write:
         config.write_page(asked.out, records)

@@ -166,7 +166,7 @@ class Recorder:
             if site in self.wanted:
                 self.keep(site, layer, x.transpose(1, 2))
         if self.resumed is not None:
-            key, value, mask = self.resumed.joined(layer, key, value)
+            key, value, mask = self.resumed.joined(layer, key, value, mask)
         if ("scores", layer) in self.edits or ("attention", layer) in self.edits:
             z = self._written_out(kind, layer, query, key, value, mask, **kwargs)
         else:

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from llmgeom.errors import Unavailable
 from llmgeom.model.passes import Draw
+from llmgeom.model.running import ahead
 
 _log = logging.getLogger(__name__)
 BLOCK = 2**18  # numbers that are permuted together, which the cache of a CPU holds
@@ -284,21 +285,25 @@ def is_permuted(seed: Draw) -> bool:
     return isinstance(seed, str)
 
 
-@torch.no_grad()
 def permute(model: nn.Module, seed: Draw) -> None:
     """Put the numbers of every matrix in random places of it: the rows first, then all numbers of each BLOCK in turn.
 
     So scale, skew and outliers of each matrix stay, and what it computes does not. Gains of norms and biases stay in
     their places. (In one permutation of a whole embedding each number is a miss of the CPU's cache: five times slower.)
     """
-    for name, parameter in model.named_parameters():  # a tied one once
-        if parameter.dim() < 2 or not parameter.is_floating_point():
-            continue
+    named = [(name, x) for name, x in model.named_parameters() if x.dim() >= 2 and x.is_floating_point()]
+
+    @torch.no_grad()
+    def one(index: int) -> None:
+        name, parameter = named[index]
         generator = torch.Generator().manual_seed(_seed(seed, name))
         parameter.copy_(parameter[torch.randperm(len(parameter), generator=generator).to(parameter.device)])
-        numbers = parameter.view(-1)
-        for block in numbers.split(BLOCK):
+        for block in parameter.detach().view(-1).split(BLOCK):
             block.copy_(block[torch.randperm(len(block), generator=generator).to(block.device)])
+
+    with ahead(one, range(len(named)), torch.get_num_threads()) as done:  # a permutation is drawn on one core
+        for index in range(len(named)):
+            done(index)
 
 
 def _copied(like: Any, seed: Draw) -> Any:

@@ -206,6 +206,7 @@ class Clean:
         key, value: [layer] of [input kv_head position dim], as attention consumes them.
         masks: [layer] [position position] bool, True where a query (row) may look; None where it sees all before it.
         returns: How many things each layer returns: 0 for a tensor alone, n for a tuple with the stream first.
+        further: (site, layer) -> [input position ...], where observers read every position.
     """
 
     residual: tuple[Tensor, ...]
@@ -213,6 +214,10 @@ class Clean:
     value: tuple[Tensor, ...]
     masks: tuple[Tensor | None, ...]
     returns: tuple[int, ...]
+    further: Mapping[tuple[Any, int], Tensor] = field(default_factory=dict)
+
+
+NOTHING = Clean((), (), (), (), ())  # for passes in which no position reads another
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,9 +278,11 @@ class Resumed:
         at = self.position.clamp(max=self.width - 1)
         return self.clean.residual[self.start][self.own[:, None], at].to(device)
 
-    def joined(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def joined(self, layer: int, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Any, Any, Any]:
         """Keys and values [input kv_head position dim] of this pass among the clean ones, and the mask
-        [input 1 place position] of its queries."""
+        [input 1 place position] of its queries; all as they are where nothing was clean."""
+        if self.clean is NOTHING:
+            return key, value, mask
         line, place = self.real
         at = self.position[line, place]
         states = []

@@ -113,6 +113,10 @@ class NoContext:
         rows = [row_fold != k for k in range(number)] + [torch.ones(len(row_fold), dtype=torch.bool)]
         return torch.stack([sums[kept].sum(0) / counts[kept].sum() for kept in rows]).float()
 
+    def cuts_all(self, batch: Batch) -> bool:
+        """Whether no prompt of a batch is left as it is, having one token."""
+        return int(batch.tokens.lengths.min()) > self.before + 1
+
     def edit(self, batch: Batch, means: Tensor | None = None) -> Edit:
         """The edit that makes the control read this batch; without means it can be planned and not made."""
         last = max(self.fold.values()) + 1

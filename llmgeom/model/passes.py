@@ -17,7 +17,7 @@ from llmgeom.cache.shards import Store, room
 from llmgeom.errors import Unavailable, UserError, in_float64
 from llmgeom.files import digest, sha256
 from llmgeom.model.batching import BATCH_TOKENS, BatchRules, at_once, group_batches, plan_batches
-from llmgeom.model.capture import INSIDE, Key, Site, nbytes
+from llmgeom.model.capture import INSIDE, ROWS, Key, Site, nbytes
 from llmgeom.model.edits import Edit, Positions, Resume, Where, original
 from llmgeom.model.forward import Reader
 from llmgeom.model.loading import OFFLOADED, weight_hash
@@ -144,7 +144,8 @@ class Pass:
         layers: The numbers under which tensors are kept, -1 for tensors without a layer; None for all.
         at_once: How many batches may run at the same time.
         resume: Where edited passes begin; None for whole passes.
-        shared: With how many tokens all inputs begin that are run once, for one of them; nothing is read there.
+        shared: With how many tokens all inputs begin that are run once, for one of them; no row is kept there.
+        alone: Whether the last position of each input runs alone, as edits replace all that attention writes.
     """
 
     batch: Batch
@@ -162,6 +163,12 @@ class Pass:
     at_once: int = 1
     resume: Resume | None = None
     shared: int = 0
+    alone: bool = False
+
+    @property
+    def runs(self) -> Tensor:
+        """[input] how many of its positions run."""
+        return torch.ones_like(self.tokens.lengths) if self.alone else self.tokens.lengths - self.shared
 
     def keeps(self, key: Key) -> bool:
         """Whether a tensor of a pass is kept: its site, at a chosen layer. The residual stream after the last layer
@@ -217,8 +224,9 @@ def plan_capture(
     batch_tokens: int = BATCH_TOKENS,
     store: str | None = None,
     resume: Resume | None = None,
+    alone: bool = False,
 ) -> Pass:
-    """The plan of `Model.capture` with the same arguments.
+    """The plan of `Model.capture` with the same arguments; `alone` as `Pass.alone`, for rows at the last position.
 
     Raises:
         Unavailable: A site cannot be captured from this model, or edited.
@@ -238,8 +246,10 @@ def plan_capture(
     for edit in edits:
         edit.check_reach(whole, torch.arange(examined.shape[1]) < tokens.lengths[:, None])
     rules = BatchRules.of(reader.facts, getattr(reader.model, "config", None))
-    shared = 0 if resume or edits or any(one.everywhere for one in observers) else _shared(tokens, where)
-    lengths = (tokens.lengths - shared if resume is None else resume.left(tokens.lengths)).tolist()
+    everywhere = frozenset[Site]().union(*(one.everywhere for one in observers))
+    shared = 0 if resume or edits or everywhere & ROWS else _shared(tokens, where)
+    left = tokens.lengths - shared if resume is None else resume.left(tokens.lengths)
+    lengths = [1] * len(batch) if alone else left.tolist()
     batches = plan_batches(lengths, batch_tokens, rules)
     rows = [int(where[[*members]].sum()) for members in batches]
     declared = [observer.row_bytes for observer in observers]
@@ -268,6 +278,7 @@ def plan_capture(
         at_once=together,
         resume=resume,
         shared=shared,
+        alone=alone,
     )
     if store is None or any(not observer.version for observer in plan.observers):
         return plan
@@ -343,6 +354,8 @@ def _specs(reader: Reader, plan: Pass) -> tuple[dict[str, Any], dict[str, Any], 
     }
     if plan.shared:
         spec["shared"] = plan.shared
+    if plan.alone:
+        spec["alone"] = True
     if plan.edits:
         spec["examined"] = sha256(plan.examined.numpy().tobytes())
     if plan.layers is not None:

@@ -22,10 +22,11 @@ from llmgeom.errors import UnsupportedModel
 from llmgeom.model.attention import Recorder, active
 from llmgeom.model.batching import BATCH_TOKENS, ropes
 from llmgeom.model.capture import Site
-from llmgeom.model.edits import Clean, Resume
+from llmgeom.model.edits import NOTHING, Clean, Edit, Resume
 from llmgeom.model.forward import Reader
 from llmgeom.model.layers import Block, attending
 
+FEW = 3  # inputs whose pass is compared with the full one
 MOST = 2**31  # bytes of a clean pass; above, edited passes are full ones
 # Of the last residual stream's rms: how far a pass that is resumed without an edit may lie from the full one. Rounding
 # gives 1e-6 in float32 and up to .02 in bfloat16, another mask or position .3 (SmolLM2 and 12 tiny families).
@@ -36,24 +37,43 @@ _lock = threading.Lock()
 _skipping: dict[int, tuple[int, list[Any]]] = {}  # users, and what each layer's own `forward` was, if set on it
 
 
-def clean_pass(reader: Reader, batch: Batch, batch_tokens: int = BATCH_TOKENS) -> Clean | None:
+def clean_pass(
+    reader: Reader, batch: Batch, batch_tokens: int = BATCH_TOKENS, further: frozenset[Site] = frozenset()
+) -> Clean | None:
     """The clean pass of a batch; None where edited passes of it have to be full ones, which the log says.
 
     Whatever a family does that is not known here shows: a pass of three inputs that is resumed without an edit, in
-    the middle of both depth and text, is compared with the full one.
+    the middle of both depth and text, is compared with the full one. `further` sites are kept at every position.
     """
     try:
         if why := _unable(reader, batch):
             raise UnsupportedModel(why)
-        clean = _read(reader, batch, batch_tokens)
-        _compare(clean, reader, batch)
+        clean = _read(reader, batch, batch_tokens, further)
+        lengths = reader.tokens(batch).lengths
+        _compare(reader, batch, Resume(clean, len(reader.blocks) // 2, lengths[:FEW] // 2))
     except Exception as error:  # a family's own forward may raise anything: the full pass is right, and slower
         logging.getLogger("llmgeom").info("%s: every edited pass is a full one (%s)", reader.name, error)
         return None
     return clean
 
 
-def _read(reader: Reader, batch: Batch, batch_tokens: int) -> Clean:
+def alone(reader: Reader, batch: Batch, edits: Sequence[Edit]) -> Resume | None:
+    """Where passes begin whose edits replace all that attention writes: at the last position, as no other reaches it.
+
+    None where a family mixes positions in another way, too, which a comparison of three inputs shows.
+    """
+    first = reader.tokens(batch).lengths - 1
+    try:
+        if why := _unable(reader, batch):
+            raise UnsupportedModel(why)
+        _compare(reader, batch, Resume(NOTHING, 0, first[:FEW]), edits)
+    except Exception as error:
+        logging.getLogger("llmgeom").info("%s: every pass without context is a full one (%s)", reader.name, error)
+        return None
+    return Resume(NOTHING, 0, first)
+
+
+def _read(reader: Reader, batch: Batch, batch_tokens: int, further: frozenset[Site]) -> Clean:
     tokens, depth = reader.tokens(batch), len(reader.blocks)
     masks, returns = _seen(reader, tokens)
     facts = reader.facts
@@ -61,9 +81,9 @@ def _read(reader: Reader, batch: Batch, batch_tokens: int) -> Clean:
     if size * next(reader.model.parameters()).itemsize > MOST:
         raise MemoryError(f"its clean pass takes more than {MOST / 2**30:.0f} GiB")
     sites = (Site.RESIDUAL, Site.KEY, Site.VALUE)
-    capture = reader.capture(batch, sites, positions="all", batch_tokens=batch_tokens)
+    capture = reader.capture(batch, {*sites, *further}, positions="all", batch_tokens=batch_tokens)
 
-    def padded(site: Site, layer: int) -> Tensor:
+    def padded(site: Any, layer: int) -> Tensor:
         rows = capture.tensors[site, layer]
         whole = rows.new_zeros(*tokens.data.shape[:2], *rows.shape[1:])
         whole[capture.prompt, capture.position] = rows
@@ -73,7 +93,8 @@ def _read(reader: Reader, batch: Batch, batch_tokens: int) -> Clean:
         return tuple(padded(site, layer) for layer in range(depth))
 
     key, value = (tuple(x.transpose(1, 2).contiguous() for x in by_layer(site)) for site in sites[1:])
-    return Clean(by_layer(Site.RESIDUAL), key, value, masks, returns)
+    kept = {at: padded(*at) for at in capture.tensors if at[0] in further}
+    return Clean(by_layer(Site.RESIDUAL), key, value, masks, returns, kept)
 
 
 @torch.no_grad()
@@ -88,15 +109,14 @@ def _seen(reader: Reader, tokens: Tokens | Rows) -> tuple[tuple[Tensor | None, .
     return tuple(_alike(recorder.masks.get(layer)) for layer in range(len(reader.blocks))), tuple(returns)
 
 
-def _compare(clean: Clean, reader: Reader, batch: Batch) -> None:
-    few = batch.take(range(min(3, len(batch))))
-    lengths = reader.tokens(few).lengths
-    resume = Resume(clean, len(reader.blocks) // 2, lengths // 2)
+def _compare(reader: Reader, batch: Batch, resume: Resume, edits: Sequence[Edit] = ()) -> None:
+    few = batch.take(range(len(resume.first)))
     ours, full = (
-        reader.capture(few, {Site.FINAL}, positions=(-1,), **how).final.float() for how in ({"resume": resume}, {})
+        reader.capture(few, {Site.FINAL}, edits, positions=(-1,), **how).final.float()
+        for how in ({"resume": resume}, {})
     )
     apart = float((ours - full).square().mean().sqrt() / full.square().mean().sqrt())
-    if not apart <= CLOSE.get(clean.residual[0].dtype, NEAR):
+    if not apart <= CLOSE.get(next(reader.model.parameters()).dtype, NEAR):
         raise ArithmeticError(f"resumed without an edit it is {apart:.1e} of the rms away from the full pass")
 
 

@@ -22,7 +22,7 @@ from llmgeom.model.edits import Resume
 from llmgeom.model.forward import Reader
 from llmgeom.model.layers import attending
 from llmgeom.model.passes import Pass, Step
-from llmgeom.model.resume import clean_pass, skipping
+from llmgeom.model.resume import alone, clean_pass, skipping
 from llmgeom.stats.information import entropy
 
 IN_MEMORY = 2**22  # bytes; a larger stored capture stays on disk: those of twenty controls would fill the memory
@@ -118,12 +118,14 @@ class _Whole:
 
 
 def _begins(reader: Reader, plan: Pass, only_stored: bool = False) -> Pass:
-    """The plan with keys and values of the tokens with which all of its inputs begin, if it has a use for them."""
-    if not plan.shared or only_stored or not plan.missing(range(len(plan.groups))):
+    """The plan with where its passes begin: after the tokens with which all of its inputs begin, or at the last."""
+    if not (plan.shared or plan.alone) or only_stored or not plan.missing(range(len(plan.groups))):
         return plan
+    if plan.alone:
+        return replace(plan, resume=alone(reader, plan.batch, plan.edits))
     longest = int(plan.tokens.lengths.argmax())
     one = Tokens(plan.tokens.data[[longest]], plan.tokens.lengths[[longest]])
-    clean = clean_pass(reader, Batch(one, ("",), {}))
+    clean = clean_pass(reader, Batch(one, ("",), {}), further=plan.everywhere)
     return plan if clean is None else replace(plan, resume=Resume(clean, 0, torch.tensor([plan.shared])))
 
 
@@ -247,7 +249,8 @@ def one_pass(reader: Reader, plan: Pass, members: list[int]) -> Callable[[], dic
     if plan.resume is not None:
         resumed = plan.resume.of(members, lengths)
         run, examined = resumed.cut(inputs), resumed.cut(examined) & (resumed.position < width)
-        at = every_at = (rows[0], rows[1] - resumed.position[rows[0], 0])
+        runs = every[1] >= resumed.position[every[0], 0]  # not what was run once for all
+        at, every_at = ((of[0], of[1] - resumed.position[of[0], 0]) for of in (rows, (every[0][runs], every[1][runs])))
     tokens = None if run.is_floating_point() else run
     where = (torch.tensor(members), examined)
     asked = (at, plan.step_sites, plan.edits, where, plan.everywhere, every_at, tokens, resumed)
@@ -258,6 +261,11 @@ def one_pass(reader: Reader, plan: Pass, members: list[int]) -> Callable[[], dic
     if plan.sites & OUTPUTS or plan.observers:
         log_probs = logits.float().log_softmax(-1)
         tensors |= {(site, -1): tensor for site, tensor in _outputs(log_probs, plan.sites)}
+    if plan.everywhere and resumed is not None:
+        for key, ran in recorder.kept_everywhere.items():
+            clean = resumed.clean.further[key][resumed.own[every[0]], every[1].clamp(max=plan.shared)].to(ran)
+            clean[runs.to(ran.device)] = ran
+            recorder.kept_everywhere[key] = clean
     if plan.observers:
         # Apple's GPU has no float64, which observers count in; it shares the host's memory.
         device = torch.device("cpu") if logits.device.type == "mps" else logits.device
