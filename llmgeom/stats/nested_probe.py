@@ -6,7 +6,9 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -23,6 +25,7 @@ from llmgeom.stats.ridge_probe import groups, residuals, standardised
 Fit = TypeVar("Fit")
 Place = Callable[[], np.ndarray]  # loads [row coordinate] of one layer
 REFITTED = 2000  # up to this number of rows an interval refits without each group of clusters
+SHARES, DRAWS = (0.25, 0.5, 0.75), 4  # of the clusters, in how many draws; and other divisions into folds
 MOST_AT_ONCE = 4  # places in memory; one with 10,000 rows and 1,024 coordinates takes about 0.4 GiB
 
 
@@ -246,6 +249,45 @@ def stratified_folds(
     for i, (_, out) in enumerate(split.split(label, np.unique(label, return_inverse=True)[1], cluster)):
         fold[out] = i
     return fold
+
+
+def divisions(
+    design: Design, label: Shaped[np.ndarray, " row"], clusters: Clusters, places: Sequence[Place], seed: int
+) -> list[float]:
+    """The score with other divisions into folds: how much one division decides."""
+    seeds = (seed + 1000 * i for i in range(1, DRAWS + 1))
+    folds = (stratified_folds(design.kind, label, clusters, other) for other in seeds)
+    return [held_out(replace(design, fold=fold), places).value for fold in folds]
+
+
+def by_number(
+    design: Design,
+    label: Shaped[np.ndarray, " row"],
+    clusters: Clusters,
+    places: Sequence[Place],
+    place: int,
+    seed: int,
+) -> tuple[tuple[int, ...], Float[np.ndarray, "number draw"]]:
+    """Numbers of rows, and scores at one place with a part of the clusters, drawn several times; at last of all.
+
+    A part in which a class has too few clusters is left out.
+    """
+    x, rng, every = places[place](), np.random.default_rng(seed), np.unique(clusters)
+    found: dict[int, list[float]] = {}
+    for share in SHARES:
+        scores, sizes = [], []
+        for _ in range(DRAWS):
+            kept = np.isin(clusters, rng.choice(every, max(1, round(share * len(every))), replace=False))
+            with suppress(UserError):
+                fold = stratified_folds(design.kind, label[kept], np.asarray(clusters)[kept], seed)
+                confounds = None if design.confounds is None else design.confounds[kept]
+                part = replace(design, truth=design.truth[kept], fold=fold, confounds=confounds)
+                scores.append(held_out(part, [partial(np.take, x, np.flatnonzero(kept), 0)]).value)
+                sizes.append(int(kept.sum()))
+        if len(scores) == DRAWS:
+            found[round(np.mean(sizes))] = scores
+    found[len(label)] = [held_out(design, [lambda: x]).value] * DRAWS
+    return tuple(found), np.array(list(found.values()))
 
 
 def weights(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -18,7 +17,6 @@ from llmgeom.probe import (
     UNTRAINED,
     Batch,
     Capture,
-    Measured,
     Needs,
     ProbeInput,
     Site,
@@ -39,14 +37,16 @@ from llmgeom.probes.labels.inputs import (
     transferred,
 )
 from llmgeom.probes.shared.nulls import permutation_null
-from llmgeom.result import SENTENCE, Estimate, Figure, Quantity, read_texts
+from llmgeom.result import SENTENCE, Estimate, Figure, Labelled, Measured, labelled
 from llmgeom.stats import ridge_probe
 from llmgeom.stats.label_scores import METRICS, bounds, chance, classified, coded, moved, require_orders
 from llmgeom.stats.nested_probe import (
     Design,
     HeldOut,
     Place,
+    by_number,
     deletions,
+    divisions,
     held_out,
     interval,
     log_odds,
@@ -61,7 +61,6 @@ PERMUTED, NO_CONTEXT, BAG = "labels in another order", "no context", "bag of tok
 BEYOND = ", beyond every control"  # of the declared claim; what a run holds fixed stands before it
 LEFT_IN = "this model, confounds left in"
 WHERE = "where: "  # a fact of a result: at which layers of a site the label is readable
-DIVISIONS, SHARES = 4, (0.25, 0.5, 0.75)  # into folds; of the clusters, in how many draws
 SHOWN = 5  # prompts with the largest residuals
 CLAIMS = declared(PROBE)
 
@@ -283,123 +282,111 @@ class _Measurement:
             estimates.append(self.alone(", confounds left in", raw))
         if every is not None:
             estimates.append(every.alone(", all prompts", every.own))
-        sites = dict.fromkeys(site for site, _ in self.places)
-        quantities: dict[str, Quantity] = {}
-        arrays: dict[str, np.ndarray] = {}
+        sites = list(dict.fromkeys(site for site, _ in self.places))
+        shown: dict[str, Labelled | None] = {}
         ticks: dict[str, tuple] = {"layer": self.probe.layers} if self.probe.layers else {}
         facts: dict[str, str] = {}
-        notes: list[str] = []
 
-        def add(part: str, name: str, axes: str, unit: str, meaning: str, array: Any, figure: Any = None) -> None:
-            if not np.isfinite(array).all():
-                raise ValueError(f"{part} {name} is not finite")  # no NaN travels
-            said = f"{part.replace('_', ' ')}: {meaning}" if part else meaning
-            name = f"{part}_{name}" if part else name
-            quantities[name], arrays[name] = Quantity(tuple(axes.split()), unit, said, figure), np.asarray(array)
-
-        def curve(part: str, of: _Measurement, site: str, band: np.ndarray, lines: Sequence[np.ndarray]) -> None:
-            here, beside = of.at(site), f"{part}_controls" * bool(lines)
+        def curve(part: str, of: _Measurement, site: str, band: np.ndarray, lines: Sequence[np.ndarray]) -> np.ndarray:
+            here, said = of.at(site), part.replace("_", " ")
             without = [of.lost(of.own, i) for i in here]
             spans = [interval(of.own.scores[i], lost, of.clusters) for i, lost in zip(here, without, strict=True)]
-            figure = Figure("curve", band=f"{part}_band", interval=f"{part}_interval", beside=beside)
-            meaning = "held-out score, the confounds of --given removed"
-            add(part, "score", "layer", score, meaning, of.own.scores[here], figure)
-            ends = np.clip(interval_ends(spans), *bounds(of.target.kind))
-            add(part, "interval", "layer bound", score, "95 % interval over clusters, layer by layer", ends)
-            meaning = "from the lowest to the highest end of the controls' 95 % bands"
-            add(part, "band", "layer bound", score, meaning, band)
-            meaning = "score without each group of clusters"
-            add(part, "score_without", "layer way group", score, meaning, [lost.without for lost in without])
-            if lines:
-                add(part, "controls", "control layer", score, "the same probe of each control", lines)
+            figure = Figure("curve", f"{part}_band", f"{part}_interval", f"{part}_controls" * bool(lines))
+            held = f"{said}: held-out score, the confounds of --given removed"
+            over = f"{said}: 95 % interval over clusters, layer by layer"
+            ends = f"{said}: from the lowest to the highest end of the controls' 95 % bands"
+            groups = "layer way group" if of is self else "layer way_of_all group_of_all"
+            lost = [each.without for each in without]
+            around = np.clip(interval_ends(spans), *bounds(of.target.kind))
+            controls = labelled(lines, "control layer", score, f"{said}: the same probe of each control")
+            shown[f"{part}_score"] = labelled(of.own.scores[here], "layer", score, held, figure)
+            shown[f"{part}_interval"] = labelled(around, "layer bound", score, over)
+            shown[f"{part}_band"] = labelled(band, "layer bound", score, ends)
+            shown[f"{part}_score_without"] = labelled(
+                lost, groups, score, f"{said}: score without each group of clusters"
+            )
+            shown[f"{part}_controls"] = controls if lines else None
+            return around[:, 0]
 
         for site in sites:
-            part, lines, here = site.replace(" ", "_"), self.lines(site, raw), self.at(site)
+            lines, here = self.lines(site, raw), self.at(site)
             tops = [self.permuted(site), *([draws_band(draws, here) for draws in self.draws.values()])]
             tops += [np.stack([line, line], 1) for name, line in lines.items() if name in self.single]
             controls = np.stack([np.min(tops, 0)[:, 0], np.max(tops, 0)[:, 1]], 1)
-            curve(part, self, site, controls, list(lines.values()))
+            low = curve(site.replace(" ", "_"), self, site, controls, list(lines.values()))
             ticks["control"] = tuple(lines)
-            place, errors = list(self.places).index(self.chosen()), self.own.errors.sum(1)[here]
+            place, errors = self.chosen_place, self.own.errors.sum(1)[here]
             best = here.index(place) if place in here else int(errors.argmin())
-            numbers, low = list(self.probe.layers or range(len(here))), arrays[f"{part}_interval"][:, 0]
-            sentence = where(numbers, self.own.scores[here], low, controls[:, 1], best)
-            facts[f"{WHERE}{site}"] = sentence
-            notes.append(f"{site}: {sentence}")
-        if every is not None:
-            for site in sites:
-                curve(f"{site.replace(' ', '_')}_all_prompts", every, site, every.permuted(site), [])
+            numbers = list(self.probe.layers or range(len(here)))
+            facts[f"{WHERE}{site}"] = where(numbers, self.own.scores[here], low, controls[:, 1], best)
+        each = [f"{site}: {facts[f'{WHERE}{site}']}" for site in sites]
+        at = "; ".join(f"in {site} {facts[f'{WHERE}{site}']}" for site in sites)
+        facts[SENTENCE] = f"“{self.target.name}” is readable {at if len(sites) > 1 else facts[f'{WHERE}{sites[0]}']}"
+        for site in sites if every is not None else ():
+            curve(f"{site.replace(' ', '_')}_all_prompts", every, site, every.permuted(site), [])
         alone, unexplained = self.explained()
         if alone:
+            ticks["confound"], what = tuple(alone), "confound: held-out score of a probe that reads this confound alone"
             beside = Figure("curve", beside="confound_chance")
-            meaning = "held-out score of a probe that reads this confound alone"
-            add("confound", "score", "confound", score, meaning, list(alone.values()), beside)
+            shown["confound_score"] = labelled(list(alone.values()), "confound", score, what, beside)
             level = np.full(len(alone), chance(self.target.kind, self.truth.shape[1]))
-            add("confound", "chance", "confound", score, "score of predictions that know nothing", level)
-            ticks["confound"] = tuple(alone)
+            what = "confound: score of predictions that know nothing"
+            shown["confound_chance"] = labelled(level, "confound", score, what)
         if self.probe.transfer is not None:
             ticks["value"], away, within = self.transfer(self.probe.transfer)
-            meaning = "score on the prompts of each value, of a probe fitted to the other values"
-            add("transfer", "score", "value", score, meaning, away, Figure("curve", beside="transfer_within"))
-            add("transfer", "within", "value", score, "score on the same prompts with folds over all values", within)
-        if self.target.classes:
-            meaning = "share of the prompts of each class that are predicted as each class, held out"
-            axes = "true_class predicted_class"
-            true, predicted = self.classes
-            count = np.zeros((len(self.target.classes),) * 2)
-            np.add.at(count, (true, predicted), 1)
-            add("confusion", "share", axes, "fraction", meaning, count / count.sum(1, keepdims=True), Figure("heatmap"))
-            ticks |= dict.fromkeys(axes.split(), self.target.classes)
-            every_predicted = (every or self).classes[1]
-            add("probe", "class", "prompt", "index", "predicted class of each prompt, held out", every_predicted)
-        numbers, scores = self.by_number()
+            what = "transfer: score on the prompts of each value, of a probe fitted to the other values"
+            beside = Figure("curve", beside="transfer_within")
+            shown["transfer_score"] = labelled(away, "value", score, what, beside)
+            what = "transfer: score on the same prompts with folds over all values"
+            shown["transfer_within"] = labelled(within, "value", score, what)
+        seed = self.data.seed
+        numbers, scores = by_number(self.design, self.label, self.clusters, self.loaders, self.chosen_place, seed)
         if len(numbers) > 1:
-            ticks["rows"] = numbers
-            meaning = "held-out score at the direction's place with fewer prompts, mean over draws of whole clusters"
-            add(
-                "by_number",
-                "score",
-                "rows",
-                score,
-                meaning,
-                scores.mean(1),
-                Figure("curve", interval="by_number_range"),
-            )
-            ends = np.stack([scores.min(1), scores.max(1)], 1)
-            add("by_number", "range", "rows bound", score, "least and largest over the draws", ends)
-        divided = self.divisions()
-        notes.append(
-            f"with {len(divided)} other divisions into folds the score is {min(divided):.2f} to {max(divided):.2f}"
-        )
-        (site, layer), confounds = self.chosen(), self.design.confounds
+            ticks["rows"], figure = numbers, Figure("curve", interval="by_number_range")
+            what = "held-out score at the direction's place with fewer prompts, mean over draws of whole clusters"
+            shown["by_number_score"] = labelled(scores.mean(1), "rows", score, what, figure)
+            ends, what = np.stack([scores.min(1), scores.max(1)], 1), "least and largest over the draws"
+            shown["by_number_range"] = labelled(ends, "rows bound", score, what)
+        shown |= self.fitted() | (every or self).predictions()
+        ticks |= dict.fromkeys(("true_class", "predicted_class") if self.target.classes else (), self.target.classes)
+        site, layer = self.chosen()
         ticks |= {"place": (site.partition(" ")[0], layer), "position": (site.partition(" ")[2] or LAST,)}
-        x = self.places[site, layer]()
-        found, intercept = weights(x, self.truth, self.fold, confounds)
-        if self.truth.shape[1] == 1:
-            unit = found[0] / (np.linalg.norm(found[0]) or 1.0)
-            add("", "direction", "dimension", "unit length", "direction along which the label grows", unit)
-            add("", "spread", "", "activation", "standard deviation of the activations along it", (x @ unit).std())
-        add("", "weights", "column dimension", "label per activation", "ridge weights, fitted to all prompts", found)
-        add("", "intercept", "column", "label", "prediction where all activations are 0", intercept)
-        if self.target.classes:
-            meaning = "log odds of a class: first number times the prediction, plus the second"
-            odds = log_odds(x, self.truth, self.fold, confounds)
-            add("", "log_odds", "column coefficient", "nats", meaning, odds)
-        prediction, residual, worst = (every or self).predictions()
-        add("probe", "prediction", "prompt", "label", "held-out prediction of each prompt", prediction)
-        add("probe", "residual", "prompt", "label", "label minus its held-out prediction", residual)
         missing = [f"not tested: {self.untested}; the label may be in the words alone"] if self.untested else []
         if self.untested is None and self.data.no_context is None:
             missing = [f"the control {NO_CONTEXT!r} is not available for this model"]
-        said = "; ".join(
-            f"{site}: {facts[f'{WHERE}{site}']}" if len(sites) > 1 else facts[f"{WHERE}{site}"] for site in sites
-        )
-        facts[SENTENCE] = f"“{self.target.name}” is readable {said}"
-        return Measured(
-            TITLE, **read_texts(__name__)[TITLE], estimates=tuple(estimates), quantities=quantities, arrays=arrays,
+        notes = (*each, *self.summary(), *unexplained, (every or self).farthest(shown))
+        return Measured.of(
+            TITLE,
+            shown,
+            __name__,
+            estimates=tuple(estimates),
             warnings=tuple(missing),
-            notes=(*notes, *self.summary(), *unexplained, worst), ticks=ticks, facts=facts,
-        )  # fmt: skip
+            notes=notes,
+            ticks=ticks,
+            facts=facts,
+        )
+
+    def fitted(self) -> dict[str, Labelled | None]:
+        """The probe at the chosen place, fitted to all prompts: weights, log odds, direction; and the confusion."""
+        x, confounds, classes = self.places[self.chosen()](), self.design.confounds, self.target.classes
+        found, intercept = weights(x, self.truth, self.fold, confounds)
+        what = "ridge weights, fitted to all prompts"
+        shown = {"weights": labelled(found, "column dimension", "label per activation", what)}
+        shown["intercept"] = labelled(intercept, "column", "label", "prediction where all activations are 0")
+        if self.truth.shape[1] == 1:
+            unit, what = found[0] / (np.linalg.norm(found[0]) or 1.0), "direction along which the label grows"
+            shown["direction"] = labelled(unit, "dimension", "unit length", what)
+            what = "standard deviation of the activations along it"
+            shown["spread"] = labelled((x @ unit).std(), "", "activation", what)
+        if classes:
+            odds, what = log_odds(x, self.truth, self.fold, confounds), "a, b: log odds of a class, a prediction + b"
+            shown["log_odds"] = labelled(odds, "column coefficient", "nats", what)
+            count, (true, predicted) = np.zeros((len(classes), len(classes))), self.classes
+            np.add.at(count, (true, predicted), 1)
+            share, axes = count / count.sum(1, keepdims=True), "true_class predicted_class"
+            what = "confusion: share of the prompts of each class that are predicted as each class, held out"
+            shown["confusion_share"] = labelled(share, axes, "fraction", what, Figure("heatmap"))
+        return shown
 
     def at(self, site: str) -> list[int]:
         """The places of one site."""
@@ -440,32 +427,6 @@ class _Measurement:
         level = np.array([self.truth[self.fold != held, 0].mean() for held in range(int(self.fold.max()) + 1)])
         return true, (self.own.prediction[:, 0] > level[self.fold]).astype(np.int64)
 
-    def divisions(self) -> list[float]:
-        """The score with other divisions into folds: how much one division decides."""
-        kind, seed = self.target.kind, self.data.seed
-        others = [stratified_folds(kind, self.label, self.clusters, seed + 1000 * i) for i in range(1, DIVISIONS + 1)]
-        return [held_out(replace(self.design, fold=fold), self.loaders).value for fold in others]
-
-    def by_number(self) -> tuple[tuple[int, ...], np.ndarray]:
-        """Numbers of rows, and [number draw] scores at the direction's place, with a part of the clusters; the last is
-        that of all. A part in which a class has too few clusters is left out."""
-        place, every, found = self.places[self.chosen()], sorted(set(self.clusters.tolist())), {}
-        x, rng = place(), np.random.default_rng(self.data.seed)
-        for share in SHARES:
-            scores, sizes = [], []
-            for _ in range(DIVISIONS):
-                kept = np.isin(self.clusters, rng.choice(every, max(1, round(share * len(every))), replace=False))
-                with suppress(UserError):
-                    fold = stratified_folds(self.target.kind, self.label[kept], self.clusters[kept], self.data.seed)
-                    confounds = None if self.design.confounds is None else self.design.confounds[kept]
-                    part = replace(self.design, truth=self.truth[kept], fold=fold, confounds=confounds)
-                    scores.append(held_out(part, [lambda kept=kept: x[kept]]).value)
-                    sizes.append(int(kept.sum()))
-            if len(scores) == DIVISIONS:
-                found[round(np.mean(sizes))] = scores
-        found[len(self.label)] = [self.own.scores[list(self.places).index(self.chosen())]] * DIVISIONS
-        return tuple(found), np.array(list(found.values()))
-
     def transfer(self, column: str) -> tuple[tuple, list[float], list[float]]:
         """The values of a column, and scores of each: with each value held out in turn, and with the folds."""
         values, fold = np.unique(transferred(self.data.capture.batch, self.target, column), return_inverse=True)
@@ -474,6 +435,11 @@ class _Measurement:
             [read.design.score(read.prediction, fold == i) for i in range(len(values))] for read in (away, self.own)
         )
         return tuple(values.tolist()), score, within
+
+    @property
+    def chosen_place(self) -> int:
+        """The index of the direction's place."""
+        return list(self.places).index(self.chosen())
 
     def chosen(self) -> tuple[str, int]:
         """The place of the direction: the place that most folds chose, if an edit reaches it.
@@ -488,17 +454,28 @@ class _Measurement:
             place = int(np.where(editable, self.own.errors.sum(1), np.inf).argmin())
         return list(self.places)[place]
 
-    def predictions(self) -> tuple[np.ndarray, np.ndarray, str]:
-        """Held-out predictions and residuals; a note names the prompts with the largest."""
-        if self.truth.shape[1] == 1:
-            prediction = self.own.prediction[:, 0]
-            residual = self.truth[:, 0] - prediction
-        else:
+    def predictions(self) -> dict[str, Labelled | None]:
+        """Held-out prediction (of several classes that of the prompt's own), residual and class of each prompt."""
+        prediction, residual = self.own.prediction[:, 0], self.truth[:, 0] - self.own.prediction[:, 0]
+        if self.truth.shape[1] > 1:
             prediction = self.own.prediction[np.arange(len(self.truth)), self.truth.argmax(1)]
             residual = 1 - prediction
+        said = "probe: label minus its held-out prediction"
+        shown = {
+            "probe_prediction": labelled(prediction, "prompt", "label", "probe: held-out prediction of each prompt")
+        }
+        shown["probe_residual"] = labelled(residual, "prompt", "label", said)
+        if self.target.classes:
+            said = "probe: predicted class of each prompt, held out"
+            shown["probe_class"] = labelled(self.classes[1], "prompt", "index", said)
+        return shown
+
+    def farthest(self, shown: Mapping[str, Any]) -> str:
+        """The prompts with the largest residuals, in words."""
+        prediction, residual = shown["probe_prediction"][1], shown["probe_residual"][1]
         worst = np.argsort(-np.abs(residual), kind="stable")[:SHOWN]
         listed = ", ".join(f"prompt {row} ({self.label[row]}: {prediction[row]:.2f})" for row in worst)
-        return prediction, residual, f"largest residuals: {listed}"
+        return f"largest residuals: {listed}"
 
     def summary(self) -> list[str]:
         """Notes on the label and the places from which it was read."""
@@ -507,10 +484,12 @@ class _Measurement:
         read_at = ", ".join(f"{site} {layer}" for site, layer in (list(self.places)[i] for i in self.own.chosen))
         positive = f"; {classes[1]!r} is the positive value" if kind == "binary" else ""
         selectivity = self.own.value - np.median(self.own.moved)
+        others = divisions(self.design, self.label, self.clusters, self.loaders, self.data.seed)
         return [
             f"label {self.target.name!r}: {kind}" + (f" ({count}{positive})" if classes else ""),
             f"given {', '.join(self.probe.given) or 'nothing'}; place chosen in each fold: {read_at}",
             f"selectivity, the score minus that of permuted labels: {selectivity:.2f}",
+            f"with {len(others)} other divisions into folds the score is {min(others):.2f} to {max(others):.2f}",
         ]
 
 
