@@ -321,8 +321,8 @@ class Measured:
             title: The heading of its section.
             labelled: Name -> what `labelled` or `line` gave.
             texts: The module of the probe: the section's prose stands under `# TITLE` in a file of the folder texts/
-                that is nearest above it (`read_prose`). By default there is none.
-            said: Estimates, warnings, notes, ticks, unmeasured, facts.
+                that is nearest above it (`read_prose`). By default there is none, unless `said` has it.
+            said: Estimates, warnings, notes, ticks, unmeasured, facts; or meaning, computed, null, failure_modes.
 
         Raises:
             ValueError: where an array does not have the declared axes, two arrays disagree on the length of an axis, or
@@ -342,10 +342,10 @@ class Measured:
                 index = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])
                 at = ", ".join(f"{axis} {i}" for axis, i in zip(declared.axes, index, strict=True)) or "its only entry"
                 raise ValueError(f"{where} is not finite at {at}; measure it, or say why it is not measured")
-        prose = read_texts(texts)[title] if texts else dict.fromkeys(PROSE, "")
+        prose: dict[str, Any] = {**read_texts(texts)[title]} if texts else dict.fromkeys(PROSE, "")
         quantities = {name: declared.without(labelled.keys() - present) for name, (declared, _) in present.items()}
         arrays = {name: array for name, (_, array) in present.items()}
-        return cls(title, **prose, quantities=quantities, arrays=arrays, **({"estimates": ()} | said))
+        return cls(title, quantities=quantities, arrays=arrays, **({"estimates": ()} | prose | said))
 
     @classmethod
     def joined(cls, title: str, parts: Mapping[str, Measured], texts: str = "", **further: Iterable[str]) -> Self:

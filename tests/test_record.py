@@ -11,16 +11,16 @@ import pytest
 from llmgeom.errors import UserError
 from llmgeom.files import write_whole
 from llmgeom.record import Record, plain_of
-from llmgeom.result import Combined
+from llmgeom.result import Measured
 from tests.refusals import refused
-from tests.test_result import Toy, head
+from tests.test_result import head, toy
 
 
 def record(**changes) -> Record:
     heat = np.ones((2, 3), np.float32)
-    toy = Toy(curve=np.arange(2.0), heat=heat, whole=2.5, estimates=(head(),), warnings=("look out",))
+    made = toy(curve=np.arange(2.0), heat=heat, whole=2.5, estimates=(head(),), warnings=("look out",))
     parts = {
-        "results": {"toy": toy.lowered()},
+        "results": {"toy": made},
         "unmeasured": {"other": "an LSTM has no keys"},
         "prompts": {"text": ("a\nb", "c\u2028d"), "entropy": (1.5, 2.0), "template": ("t1", "t2")},
         "subject": {"name": "m"},
@@ -47,17 +47,17 @@ def test_a_record_comes_back_as_it_was(tmp_path):
 
 
 def test_the_facts_of_a_result_come_back(tmp_path):
-    toy = Toy(curve=np.arange(2.0), heat=np.ones((2, 3)), whole=2.5, facts={"best rule": "a counter"})
-    record(results={"toy": toy.lowered()}).save(tmp_path)
+    made = toy(curve=np.arange(2.0), heat=np.ones((2, 3)), whole=2.5, facts={"best rule": "a counter"})
+    record(results={"toy": made}).save(tmp_path)
     assert Record.load(tmp_path).results["toy"].facts == {"best rule": "a counter"}
-    assert Combined.of({"": toy}).facts == toy.facts
+    assert Measured.joined("", {"": made}).facts == made.facts
 
 
 def test_a_claim_comes_back_with_all_that_was_declared_of_it(tmp_path):
     claim = head(verdict="holds", claim="It holds.", hurdle=0.2, needed=40, p_excluded=0.001, range=(-math.inf, 1.0))
     paired = head(difference=(0.1, 0.3), name="y", equivalence="at most")
-    toy = Toy(curve=np.arange(2.0), heat=np.ones((2, 3)), whole=2.5, estimates=(claim, paired))
-    record(results={"toy": toy.lowered()}).save(tmp_path)
+    made = toy(curve=np.arange(2.0), heat=np.ones((2, 3)), whole=2.5, estimates=(claim, paired))
+    record(results={"toy": made}).save(tmp_path)
     assert Record.load(tmp_path).results["toy"].estimates == (claim, paired)
 
 

@@ -1,21 +1,17 @@
 """A result says what it holds; what it says wrongly is refused at once."""
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 
-from llmgeom.result import Combined, Result as Base, quantity, read_prose
+from llmgeom.result import Measured, labelled, read_prose
 from tests.made import made
 from tests.refusals import refused
 
 
-@dataclass(frozen=True)
-class Toy(Base):
-    TITLE = MEANING = COMPUTED = NULL = FAILURE_MODES = "toy"
-    curve: np.ndarray = quantity("layer", "bits", "a curve")
-    heat: np.ndarray = quantity("layer head", "bits", "a map")
-    whole: float = quantity("", "bits", "a number")
+def toy(curve: np.ndarray, heat: np.ndarray, whole: float, **said) -> Measured:
+    labels = {"curve": (curve, "layer", "a curve"), "heat": (heat, "layer head", "a map"), "whole": (whole, "", "one")}
+    parts = {name: labelled(x, axes, "bits", meaning) for name, (x, axes, meaning) in labels.items()}
+    return Measured.of("toy", parts, **said)
 
 
 def head(**changes):
@@ -24,20 +20,20 @@ def head(**changes):
 
 
 def test_a_field_with_the_wrong_number_of_axes_names_shape_and_axes():
-    with refused(ValueError, "Toy.curve", "(2, 2)", "layer", 1, 2):
-        Toy(curve=np.zeros((2, 2)), heat=np.zeros((2, 3)), whole=0.0)
+    with refused(ValueError, "toy: curve", "(2, 2)", "layer", 1):
+        toy(curve=np.zeros((2, 2)), heat=np.zeros((2, 3)), whole=0.0)
 
 
 def test_two_fields_must_agree_on_the_length_of_an_axis():
-    with refused(ValueError, "Toy.heat", 3, "layer", 2):
-        Toy(curve=np.zeros(2), heat=np.zeros((3, 4)), whole=0.0)
+    with refused(ValueError, "toy: heat", 3, "layer", 2):
+        toy(curve=np.zeros(2), heat=np.zeros((3, 4)), whole=0.0)
 
 
 def test_no_nan_travels_in_an_array():
     heat = np.zeros((2, 3))
     heat[1, 2] = np.nan
-    with refused(ValueError, "Toy.heat", "layer 1", "head 2"):
-        Toy(curve=np.zeros(2), heat=heat, whole=0.0)
+    with refused(ValueError, "toy: heat", "layer 1", "head 2"):
+        toy(curve=np.zeros(2), heat=heat, whole=0.0)
 
 
 @pytest.mark.parametrize("name", ["value", "low", "null_high", "p", "hurdle", "effect"])
@@ -49,15 +45,11 @@ def test_no_nan_travels_in_a_headline(name):
 def test_parts_of_a_section_keep_the_names_along_their_axes():
     """The sites of the belief read-out were numbered wherever it came with the geometry of the belief."""
 
-    @dataclass(frozen=True)
-    class Both(Combined):
-        TITLE = MEANING = COMPUTED = NULL = FAILURE_MODES = "both"
-
     parts = {
-        at: Toy(np.zeros(2), np.zeros((2, 3)), 1.0, estimates=(), ticks=ticks)
+        at: toy(np.zeros(2), np.zeros((2, 3)), 1.0, estimates=(), ticks=ticks)
         for at, ticks in (("", {"layer": ("in 0", "out")}), ("other_", {"head": ("a", "b", "c")}))
     }
-    lowered = Both.of(parts).lowered()
+    lowered = Measured.joined("both", parts)
     assert lowered.ticks == {"layer": ("in 0", "out"), "head": ("a", "b", "c")}
     assert lowered.quantities["other_heat"].axes == lowered.quantities["heat"].axes
 

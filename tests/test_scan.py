@@ -1,7 +1,7 @@
 """A scan holds the same batch against untrained controls and scrambled text, and says what it could not measure."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +20,7 @@ from llmgeom.model.tokenizing import shuffle
 from llmgeom.probe import NO_CONTEXT, Needs
 from llmgeom.probes.value_manifold import unequal
 from llmgeom.progress import shown
-from llmgeom.result import Figure, Result as Base, quantity
+from llmgeom.result import Measured, line
 from llmgeom.run import run_probes
 
 N = 30
@@ -50,10 +50,8 @@ def batch() -> Batch:
     return Batch(tokens, tuple(f"t{i // 2}" for i in range(N)), {"name": "noise"})
 
 
-@dataclass(frozen=True)
-class Seen(Base):
-    TITLE = MEANING = COMPUTED = NULL = FAILURE_MODES = "what the probe was given"
-    mean: np.ndarray = quantity("layer", "1", "mean value", Figure("curve"))
+def seen(mean: np.ndarray, estimates=()) -> Measured:
+    return Measured.of("what the probe was given", line("mean", mean, "layer", "1", "mean value"), estimates=estimates)
 
 
 def probe(measure, **needs):
@@ -65,7 +63,7 @@ def test_a_probe_gets_twins_and_shuffled_prompts_that_are_what_they_are_called(s
 
     def measure(view):
         views.append(view)
-        return Seen(mean=view.capture.value.double().mean((1, 2, 3)).numpy())
+        return seen(mean=view.capture.value.double().mean((1, 2, 3)).numpy())
 
     record = run_probes(subject, batch, {"seen": probe(measure)}, controls=3, seed=5)
     (view,) = views
@@ -117,7 +115,7 @@ def test_a_probe_that_cannot_run_is_a_row_with_the_reason_and_a_bug_ends_the_sca
 
 def test_nulls_nobody_needs_are_not_run(subject, batch):
     stages = []
-    needs = probe(lambda v: Seen(mean=np.zeros(2)), controls=())
+    needs = probe(lambda v: seen(mean=np.zeros(2)), controls=())
     with shown(lambda *told: stages.append(told[:3])):
         run_probes(subject, batch, {"seen": needs}, controls=20)
     assert stages == [("prompts", 1, 1), ("measuring seen", 0, 1), ("measuring seen", 1, 1)]
@@ -147,7 +145,7 @@ def test_a_reading_is_taken_of_the_subject_and_of_every_twin_and_given_to_its_pr
     views = {}
 
     def measure(name):
-        return lambda view: views.setdefault(name, view) and Seen(mean=np.zeros(2))
+        return lambda view: views.setdefault(name, view) and seen(mean=np.zeros(2))
 
     probes = {
         "reads": probe(measure("reads"), examine=norm),
@@ -171,7 +169,7 @@ def test_a_site_that_the_model_cannot_give_is_a_row_and_is_not_captured(subject,
 
     def measure(view):
         captured.append({site for site, _ in view.capture.tensors})
-        return Seen(mean=np.zeros(2))
+        return seen(mean=np.zeros(2))
 
     record = run_probes(told, batch, {"writes": needs, "values": probe(measure)}, controls=2)
     assert record.unmeasured == {"writes": f"writes to the residual stream are {why}"}

@@ -23,7 +23,7 @@ from llmgeom.model.model import Model
 from llmgeom.run import run_probes
 from tests.families import FAMILIES, USUAL, apart, ragged
 from tests.refusals import refused
-from tests.test_scan import Seen, probe
+from tests.test_scan import probe, seen
 
 SITES = frozenset({Site.VALUE, Site.ATTENTION, Site.ENTROPY})
 LENGTHS = (9, 23, 3, 17, 2, 11, 5)
@@ -228,7 +228,7 @@ def test_a_scan_that_would_fill_the_disk_is_refused_before_its_first_pass(model,
     """The model's own capture would fit, those of its controls and of shuffled prompts beside it would not."""
     probes = {
         "one": probe(
-            lambda view: Seen(mean=view.capture.value.double().mean((1, 2, 3)).numpy()),
+            lambda view: seen(mean=view.capture.value.double().mean((1, 2, 3)).numpy()),
             controls={"untrained", "shuffled prompts"},
         )
     }

@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -250,34 +247,6 @@ def test_a_device_that_cannot_do_it_is_refused_and_nothing_is_left(tmp_path, mon
     result = CliRunner().invoke(main, ["train", "coin", *flags, "-q", "--out", str(tmp_path / "a")])
     assert result.exit_code == 1 and said in result.output
     assert not (tmp_path / "a").exists()
-
-
-@pytest.mark.slow
-def test_processes_share_one_batch_and_change_nothing(tmp_path):
-    """Two processes, as accelerate and torchrun start them, against one: the same losses but for the order of sums."""
-    flags = ["bijection:vocab=4,pairs=3", "--width", "16", "--layers", "1", "--heads", "2", "--steps", "60"]
-    flags += ["--batch", "16", "--lr", "1e-2", "--warmup", "5", "-q", "--device", "cpu"]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    script = tmp_path / "script.py"
-    # What is registered first is called last.
-    script.write_text(
-        "import atexit, os, torch\nfrom llmgeom.cli import main\n"
-        "def at_end():\n"
-        "    if not torch.distributed.is_initialized():\n"
-        f"        open(r'{tmp_path}/closed' + os.environ['RANK'], 'x')\n"
-        "atexit.register(at_end)\n"
-        "main()\n"
-    )
-    quiet = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ran = [*launch, str(script), "train", *flags, "--out", str(tmp_path / "two")]
-    done = subprocess.run(ran, capture_output=True, text=True, env=quiet)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "closed0").exists() and (tmp_path / "closed1").exists(), "the group of processes is still open"
-    assert done.stdout.count("next: llmgeom grade") == 1
-    one = train(SMALL, tmp_path / "one")
-    two = json.loads((tmp_path / "two/training.json").read_text())
-    assert two["processes"] == 2
-    assert [above for _, above in two["curve"]] == pytest.approx([above for _, above in one.curve], abs=1e-4)
 
 
 def test_the_command_trains_and_says_where(tmp_path):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import math
-import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -80,9 +78,8 @@ class Trainer:
     """One training: `step` draws a batch, makes one update and returns the loss.
 
     Attributes:
-        module: The model itself; `model` is the model wrapped for several processes, or compiled.
+        module: The model itself; `model` is the model, compiled where that is asked.
         floor: The least possible mean loss, in bits per query.
-        world, rank: Number of processes, and the number of this one.
     """
 
     def __init__(self, config: Training, task: World, lr: float, device: str) -> None:
@@ -110,24 +107,8 @@ class Trainer:
             fused=True,
             **({"capturable": True} if config.graph else {}),
         )
-        self.world, self.rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-        self.model: Callable[..., Any] = self._data_parallel() if self.world > 1 else self.module
-        if config.compile:
-            self.model = torch.compile(self.model)
+        self.model: Callable[..., Any] = torch.compile(self.module) if config.compile else self.module
         self.replay: Callable[[], Tensor] | None = None
-
-    def _data_parallel(self) -> nn.Module:
-        """Every process draws the same batch and takes its share, so that the number of processes changes nothing."""
-        from accelerate import Accelerator
-
-        if self.config.batch % self.world:
-            raise UserError(
-                f"--batch {self.config.batch}: {self.world} processes cannot share it evenly; give a multiple"
-            )
-        accelerator = Accelerator(cpu=self.device == "cpu")
-        # If the group is still open when Python ends, its threads may abort the process (seen once).
-        atexit.register(accelerator.end_training)
-        return accelerator.prepare_model(self.module)
 
     def step(self, step: int) -> Tensor:
         """One optimiser step; returns its loss in nats per query, on the device."""
@@ -188,7 +169,7 @@ class Trainer:
         return (loss * counted).sum() / counted.sum().clamp_min(1)  # not an index: a CUDA graph needs fixed shapes
 
     def _batch(self) -> tuple[Tensor, Tensor]:
-        """This process's share of a fresh batch: inputs, and targets with the evidence and labels as configured."""
+        """A fresh batch: inputs, and targets with the evidence and labels as configured."""
         config, task = self.config, self.task
         sequences = task.draw_split(config.batch, self.generator, task.training_split, training=True)
         inputs, target = sequences.inputs, sequences.target[:, : task.trained_queries]
@@ -202,8 +183,7 @@ class Trainer:
             target = self._drawn(task.trivial(inputs)[TRIVIAL[config.evidence]][:, : task.trained_queries])
         if config.corrupt:
             target = corrupt_targets(target, config.corrupt, len(self.tokens), self.generator)
-        share = slice(self.rank, None, self.world)
-        return inputs[share], target[share]
+        return inputs, target
 
     def _drawn(self, log_p: Tensor) -> Tensor:
         """Outcomes drawn from log-probabilities by the Gumbel trick."""
@@ -224,7 +204,6 @@ class Trainer:
             "step": step,
             "floor_bits": self.floor,
             "sequences": step * self.config.batch,
-            "processes": self.world,
             "parameters": sum(p.numel() for p in self.module.parameters()),
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         }

@@ -102,6 +102,8 @@ def train(config: Training, out: str | os.PathLike, device: str | None = None) -
     task = wind_tunnels.load_world(config.task)
     _check_options(config, task)
     device = usable(device, float64=True)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("train runs in one process; start it without torchrun or accelerate, a process for each seed")
     if config.graph and not device.startswith("cuda"):
         raise UserError(f"--cuda-graph: there is no CUDA graph on {device}; leave it out")
     spec = digest(asdict(config) | {"task": task.title} | task.file_code)
@@ -119,10 +121,7 @@ def train(config: Training, out: str | os.PathLike, device: str | None = None) -
     began = time.process_time()
     curve = _run_steps(trainer, spec, tried, out)
     with interrupt.deferred():
-        if trainer.rank == 0:
-            _finish(trainer, spec, out, {"curve": curve, "tried": tried}, began)
-    if trainer.world > 1:
-        torch.distributed.barrier()
+        _finish(trainer, spec, out, {"curve": curve, "tried": tried}, began)
     return Trained.of(out, read_facts(out / TRAINING, FINISHED))
 
 
@@ -155,7 +154,7 @@ def _check_options(config: Training, task: Any) -> None:
 
 def _run_steps(trainer: Trainer, spec: str, tried: Mapping[str, Any], out: Path) -> list[tuple[int, float]]:
     """Run all remaining steps, with snapshots and resume states; returns the loss curve."""
-    config, main = trainer.config, trainer.rank == 0
+    config = trainer.config
     module, optimizer, generator = trainer.module, trainer.optimizer, trainer.generator
     state = load_state(out, spec, module, optimizer, generator) or {"step": 0, "curve": [], "recent": []}
     curve = [tuple(point) for point in state["curve"]]
@@ -169,21 +168,21 @@ def _run_steps(trainer: Trainer, spec: str, tried: Mapping[str, Any], out: Path)
 
     for step in range(state["step"], config.steps):
         with interrupt.deferred():
-            if main and step in snapshots:
-                _finite_losses(recent, step, out, 1)
+            if step in snapshots:
+                _finite_losses(recent, step, out)
                 _snapshot(trainer, spec, step, out)
             recent.append(trainer.step(step))
             if (step + 1) % CHECK_EVERY == 0 or step + 1 == config.steps:
-                losses = _finite_losses(recent, step + 1, out, trainer.world)
+                losses = _finite_losses(recent, step + 1, out)
                 curve.append((step + 1, bits(sum(losses) / len(losses)) - trainer.floor))
                 recent = []
                 note = f"{curve[-1][1]:.4f} bits above the Bayes floor"
                 tell(f"{trainer.task.title}, {config.arch}", step + 1, config.steps, note)
-                if main and time.monotonic() - saved > SAVE_EVERY:
+                if time.monotonic() - saved > SAVE_EVERY:
                     save(step + 1, [])
                     saved = time.monotonic()
-            if main and interrupt.requested():
-                save(step + 1, _finite_losses(recent, step + 1, out, 1))
+            if interrupt.requested():
+                save(step + 1, _finite_losses(recent, step + 1, out))
     return curve
 
 
@@ -203,16 +202,13 @@ def _snapshot(trainer: Trainer, spec: str, step: int, out: Path) -> None:
     save_model(_finite(trainer.module, step, out), out / "snapshots" / f"step{step}", trainer.facts(spec, step))
 
 
-def _finite_losses(losses: list[Tensor], step: int, out: Path, world: int) -> list[float]:
-    """The losses as numbers, averaged over the processes. Raises UserError if one is not finite."""
-    total = torch.stack(losses) if losses else torch.zeros(0)
-    if world > 1:
-        torch.distributed.all_reduce(total)
-    means = (total / world).tolist()
-    for i, loss in enumerate(means):
+def _finite_losses(losses: list[Tensor], step: int, out: Path) -> list[float]:
+    """The losses as numbers. Raises UserError if one is not finite."""
+    numbers = torch.stack(losses).tolist() if losses else []
+    for i, loss in enumerate(numbers):
         if not math.isfinite(loss):
-            raise _diverged(f"the loss is {loss} at step {step - len(means) + i}", out)
-    return means
+            raise _diverged(f"the loss is {loss} at step {step - len(numbers) + i}", out)
+    return numbers
 
 
 def _finite(model: nn.Module, step: int, out: Path) -> nn.Module:

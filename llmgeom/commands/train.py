@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import click
@@ -41,8 +40,6 @@ def main(training: Training, output: TrainOutput) -> None:
 
     with bar(output.silent):
         trained = train(training, output.out or default_folder(training), output.device)
-    if os.environ.get("RANK", "0") != "0":  # of several processes only the first one prints
-        return
     if output.json:
         print_json({"out": str(trained.out), **trained.to_dict()})
     else:
