@@ -16,8 +16,7 @@ from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.model import Model
 from llmgeom.plan import Plan
 from llmgeom.probes.posterior import grading, results
-from llmgeom.probes.posterior.answers import answer_observer, check_readable
-from llmgeom.probes.posterior.grading import MOST, GradeProbe
+from llmgeom.probes.posterior.grading import MOST, GradeProbe, answer_observer, check_readable
 from llmgeom.probes.posterior.results import CALIBRATION, HORIZON, MEMORY, MIXTURE, POSTERIOR, STATES
 from llmgeom.probes.posterior.scores import LAST, Evaluation, as_exact
 from llmgeom.provenance import CONTROLS

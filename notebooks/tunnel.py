@@ -44,7 +44,7 @@ from shutil import rmtree
 import llmgeom
 from llmgeom.commands.grade import RunConfig, prepare
 from llmgeom.probes import known
-from llmgeom.probes.posterior.answers import grade
+from llmgeom.probes.posterior.grading import grade
 from llmgeom.progress import bar
 from llmgeom.reports import page
 from llmgeom.run import run_probes

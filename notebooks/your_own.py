@@ -98,7 +98,7 @@ print("largest difference", float((task.log_predictive(ids)[..., 1].exp() - lapl
 from shutil import rmtree
 
 import llmgeom
-from llmgeom.probes.posterior.answers import grade
+from llmgeom.probes.posterior.grading import grade
 from llmgeom.progress import bar
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training

@@ -29,8 +29,8 @@ from llmgeom.probe import (
 )
 from llmgeom.probes.shared.nulls import compare, mean_of
 from llmgeom.result import Estimate, Figure, Measured, labelled, line
-from llmgeom.stats.cosines import cosines, mean_abs_cosine, random_cosine, seen_through
 from llmgeom.stats.resampling import LEAST_CLUSTERS, Interval, jackknife
+from llmgeom.stats.similarity import cosines, mean_abs_cosine, random_cosine, seen_through
 
 MOST_TOKENS = 256
 TOKENS = "single tokens"
@@ -46,7 +46,7 @@ class Reading:
     Attributes:
         columns: [layer kv_head] mean |cos| of the columns of each head's W_K, in R^d_model.
         keys: [kv_head token head_dim] keys of single tokens at position 0 of layer 0.
-        seen: these keys in the coordinates that the group's queries see (`stats.cosines.seen_through`).
+        seen: these keys in the coordinates that the group's queries see (`stats.similarity.seen_through`).
         d_model: number of coordinates of a column.
         normed: whether queries and keys are normalised after their projection.
     """

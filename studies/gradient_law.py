@@ -16,7 +16,7 @@ from typing import Any
 from llmgeom import wind_tunnels
 from llmgeom.dynamics.processes import spread
 from llmgeom.model.model import Model
-from llmgeom.probes.posterior.answers import grade
+from llmgeom.probes.posterior.grading import grade
 from llmgeom.prompts.domains import Domain
 from llmgeom.run import run_probes
 from llmgeom.wind_tunnels.training import train

@@ -23,7 +23,7 @@ from llmgeom import wind_tunnels
 from llmgeom.batch import Batch, Text
 from llmgeom.commands import ablate, evidence
 from llmgeom.model.model import Model
-from llmgeom.probes.posterior.answers import grade
+from llmgeom.probes.posterior.grading import grade
 from llmgeom.prompts import text
 from llmgeom.record import Record
 from llmgeom.result import Estimate

@@ -15,7 +15,7 @@ from llmgeom.dynamics.processes import spread
 from llmgeom.errors import UserError
 from llmgeom.files import digest, write_json
 from llmgeom.model.model import Model
-from llmgeom.probes.posterior.answers import grade
+from llmgeom.probes.posterior.grading import grade
 from llmgeom.probes.posterior.scores import CategoricalScores, PosteriorScores, Scores, mae_abs, mae_mean
 from llmgeom.progress import tell
 from llmgeom.wind_tunnels.training import train

@@ -24,7 +24,7 @@ from llmgeom.dynamics.trajectories import Trajectory, over_training, sections
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Site
 from llmgeom.model.model import Model
-from llmgeom.probes.posterior.answers import grade
+from llmgeom.probes.posterior.grading import grade
 from llmgeom.progress import shown
 from llmgeom.record import Record
 from llmgeom.wind_tunnels import load_world

@@ -15,7 +15,7 @@ from llmgeom.model.model import Model
 from llmgeom.probes import key_orthogonality as probe
 from llmgeom.probes.key_orthogonality import BY_HEAD, COLUMNS, SEEN, Reading
 from llmgeom.result import Measured
-from llmgeom.stats.cosines import mean_abs_cosine, random_cosine
+from llmgeom.stats.similarity import mean_abs_cosine, random_cosine
 from tests.families import FAMILIES, ragged
 from tests.observed import observe
 from tests.refusals import refused

@@ -10,8 +10,7 @@ from scipy import stats
 
 from llmgeom.commands.grade import table
 from llmgeom.grading import Origin
-from llmgeom.probes.posterior.answers import grade, score_model
-from llmgeom.probes.posterior.grading import StateTable
+from llmgeom.probes.posterior.grading import StateTable, grade, score_model
 from llmgeom.probes.posterior.results import skill
 from llmgeom.probes.posterior.scores import score
 from llmgeom.reports import page

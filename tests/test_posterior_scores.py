@@ -10,7 +10,7 @@ from scipy import integrate, stats
 
 from llmgeom.errors import UserError
 from llmgeom.model.edits import Edit
-from llmgeom.probes.posterior.answers import grade
+from llmgeom.probes.posterior.grading import grade
 from llmgeom.wind_tunnels.worlds.bijection import Bijection
 from llmgeom.wind_tunnels.worlds.coin import Coin
 from llmgeom.world import held_out

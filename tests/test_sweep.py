@@ -10,7 +10,7 @@ import pytest
 from llmgeom import wind_tunnels
 from llmgeom.dynamics import processes
 from llmgeom.model.model import Model
-from llmgeom.probes.posterior.answers import grade
+from llmgeom.probes.posterior.grading import grade
 from llmgeom.progress import shown
 from llmgeom.wind_tunnels.training_config import Training
 from studies import trainings as sweep

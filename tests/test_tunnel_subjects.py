@@ -18,7 +18,7 @@ from llmgeom.model.capture import ATTENDING, Site
 from llmgeom.model.model import Model
 from llmgeom.model.tokenizing import shuffle
 from llmgeom.probes import known
-from llmgeom.probes.posterior.answers import grade
+from llmgeom.probes.posterior.grading import grade
 from llmgeom.probes.shared.matrices import final_tokens
 from llmgeom.record import Record
 from llmgeom.run import run_probes

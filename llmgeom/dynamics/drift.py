@@ -15,7 +15,7 @@ from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.model import Model
 from llmgeom.model.passes import Observer, Step
-from llmgeom.probes.posterior.answers import score_model
+from llmgeom.probes.posterior.grading import score_model
 from llmgeom.stats.information import bits, kl
 from llmgeom.stats.similarity import cka
 from llmgeom.world import World

@@ -11,7 +11,7 @@ from llmgeom.batch import Batch, Text, Tokens
 from llmgeom.cache.keys import of_tokens
 from llmgeom.cache.shards import captures_folder
 from llmgeom.errors import Unavailable, UserError
-from llmgeom.exports.arrays import about
+from llmgeom.exports.tables import about
 from llmgeom.files import write_whole
 from llmgeom.model.model import Model
 from llmgeom.record import Record

@@ -1,25 +1,30 @@
-"""A record as three tables, Parquet or CSV: its prompts, its numbers layer by layer, and its metrics."""
+"""A record as tables (Parquet or CSV), as one safetensors file of every array, or the direction of its label."""
 
 from __future__ import annotations
 
 import csv
 import io
 from pathlib import Path
+from typing import Any
 
-from llmgeom.exports.arrays import about
+import numpy as np
+
+from llmgeom.errors import UserError
 from llmgeom.files import write_whole
 from llmgeom.optional import imported
+from llmgeom.probes.labels.directions import SavedDirection
 from llmgeom.record import Record
-from llmgeom.reports.table import floats, plain, tables
+from llmgeom.reports.prompts import numeric
+from llmgeom.reports.table import floats, plain, rows, tables
 
 
 def write(record: Record, form: str, out: Path) -> list[str]:
-    """The tables prompts, layers and estimates in the folder `out`."""
-    return _csv(record, out) if form == "csv" else _parquet(record, out)
+    """One of the four forms, at `out`."""
+    return {"csv": _csv, "parquet": _parquet, "safetensors": _arrays, "direction": _direction}[form](record, out)
 
 
 def _csv(record: Record, out: Path) -> list[str]:
-    """UTF-8 with commas, every digit of a number, and an empty cell for what is absent."""
+    """The tables prompts, layers and estimates in the folder `out`; every digit, and an empty cell for what is absent."""
     out.mkdir(parents=True, exist_ok=True)
     lines = []
     for name, columns in tables(record).items():
@@ -46,3 +51,61 @@ def _parquet(record: Record, out: Path) -> list[str]:
         write_whole(out / f"{name}.parquet", sink.getvalue().to_pybytes())
         lines.append(f"{name}.parquet: {table.num_rows} rows, {table.num_columns} columns")
     return lines
+
+
+def _arrays(record: Record, out: Path) -> list[str]:
+    """Arrays PROBE.QUANTITY as measured, and prompts.COLUMN for every column of numbers.
+
+    The metadata holds text: `record` (model, prompts, command, warnings, what was not measured), `metrics`, and
+    `quantities` (axes, unit, meaning, and the names along an axis where it has any), each as JSON.
+    """
+    from safetensors.numpy import save
+
+    columns = {f"prompts.{name}": np.array(column) for name, column in record.prompts.items() if numeric(column)}
+    arrays = record.arrays | columns
+    facts = {
+        "record": about(record),
+        "metrics": [row.numbers() for row in rows([record]) if row.h],
+        "quantities": {
+            f"{probe}.{name}": {
+                "axes": q.axes,
+                "unit": q.unit,
+                "meaning": q.meaning,
+                "ticks": {axis: m.ticks[axis] for axis in q.axes if axis in m.ticks},
+            }
+            for probe, m in record.results.items()
+            for name, q in m.quantities.items()
+        },
+    }
+    # safetensors writes its metadata in no fixed order: one entry, so that equal records give equal bytes.
+    write_whole(out, save(arrays, {"llmgeom": plain(facts)}))
+    return [f"{len(arrays)} arrays; the metadata entry `llmgeom` is JSON: {', '.join(facts)}"]
+
+
+def about(record: Record) -> dict[str, Any]:
+    """Provenance of a record as plain data, without what varies between equal runs."""
+    return {
+        "title": record.title,
+        "subject": dict(record.subject),
+        "source": dict(record.source),
+        "facts": dict(record.facts),
+        "warnings": list(record.warnings),
+        "unmeasured": dict(record.unmeasured),
+    }
+
+
+def of_label(record: Record) -> SavedDirection:
+    """The direction of the record's label. Raises UserError: it has none."""
+    saved = SavedDirection.of(record, "label")
+    if saved is None:
+        raise UserError(
+            f"{record.title} holds no direction of a label: run llmgeom probe with a binary label or a number"
+        )
+    return saved
+
+
+def _direction(record: Record, out: Path) -> list[str]:
+    """A safetensors file: `direction` [coordinate] of length 1; site, layer, scale and hashes as metadata."""
+    saved = of_label(record)
+    saved.save(out)
+    return [f"{saved.target} at {saved.site.value} {saved.layer}, {saved.position} position; spread {saved.scale:.4g}"]

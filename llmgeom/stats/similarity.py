@@ -1,8 +1,9 @@
-"""Similarity of two sets of vectors of the same inputs, independent of rotations of each set: CKA and RSA."""
+"""Similarity of two sets of vectors (CKA, RSA), and orthogonality of the vectors of one set, by chance too."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -67,3 +68,93 @@ def alignment(a: np.ndarray, b: np.ndarray) -> float:
     if size == 0:
         raise UserError("all rows of one side are equal; an alignment needs them to differ")
     return float(np.vdot(a, b)) / size
+
+
+NOTHING = 1e-10  # share of the largest length: a shorter vector is rounding and has no direction
+
+
+def random_cosine(dim: int) -> float:
+    """Expected |cosine| of two independent isotropic directions in `dim` dimensions (unitless, 0-1).
+
+    Gamma(d/2) / (sqrt(pi) Gamma((d+1)/2)), close to sqrt(2 / (pi d)) for large d. Derived here: the first coordinate t
+    of a unit vector has density proportional to (1 - t^2)^((d-3)/2); take the mean of |t|. It is printed as a floor and
+    never decides a claim: vectors of an untrained network are not isotropic. Raises UserError for dim < 1.
+    """
+    if dim < 1:
+        raise UserError(f"directions in {dim} dimensions: give at least 1")
+    # lgamma: Gamma(d/2) itself overflows a float from about d = 344.
+    return math.exp(math.lgamma(dim / 2) - math.lgamma((dim + 1) / 2)) / math.sqrt(math.pi)
+
+
+def centred(x: Float[Any, "*set vector coordinate"]) -> Float[Any, "*set vector coordinate"]:
+    """Each vector minus the mean of its set."""
+    return x - x.mean(-2)[..., None, :]
+
+
+def cosines(x: Float[Any, "*set vector coordinate"], centre: bool = False) -> Float[Any, "*set vector vector"]:
+    """|cosine| of every two vectors of a set (0-1), after subtracting their mean if `centre`.
+
+    Args:
+        x: An array, or a tensor on any device; float64 inside.
+        centre: Whether the mean of each set is subtracted from its vectors.
+
+    Raises:
+        UserError: for fewer than 2 vectors, one that is not finite, and one of length 0 (or equal to the mean).
+    """
+    x = x.double() if hasattr(x, "double") else np.asarray(x, dtype=np.float64)
+    if x.shape[-2] < 2:
+        raise UserError(f"{x.shape[-2]} vectors have no pair; |cosine| needs at least 2")
+    before = _lengths(x)
+    if not math.isfinite(float(before.sum())):
+        at = np.argwhere(~np.isfinite(_host(x)))[0]
+        raise UserError(f"vector {at[-2]} holds {_host(x)[tuple(at)]}; a cosine needs finite numbers")
+    if centre:
+        x = centred(x)
+    length = _lengths(x) if centre else before
+    largest = before.amax(-1) if hasattr(before, "amax") else before.max(-1)
+    short = length <= NOTHING * largest[..., None]
+    if bool(short.any()):
+        which = np.argwhere(_host(short))[0][-1]
+        raise UserError(
+            f"vector {which} has no length{' once the mean is removed' if centre else ''}, so it has no direction"
+        )
+    x = x / length[..., None]
+    return abs(x @ x.swapaxes(-1, -2)).clip(max=1)
+
+
+def _lengths(x: Any) -> Any:
+    return (x * x).sum(-1) ** 0.5
+
+
+def _host(x: Any) -> np.ndarray:
+    return np.asarray(x.cpu() if hasattr(x, "cpu") else x)
+
+
+def pair_mean(square: Float[Any, "*set vector vector"]) -> Float[Any, "*set"]:
+    """Mean over distinct pairs of a symmetric matrix: its entries off the diagonal."""
+    m = square.shape[-1]
+    return (square.sum((-2, -1)) - square.diagonal(0, -2, -1).sum(-1)) / (m * (m - 1))
+
+
+def mean_abs_cosine(x: Float[Any, "*set vector coordinate"], centre: bool = False) -> Float[Any, "*set"]:
+    """Mean |cosine| over distinct pairs of each set (0-1): 0 for orthogonal vectors, 1 for parallel ones.
+
+    sum_{i<j} |<x_i, x_j>| / (|x_i| |x_j|), over m (m - 1) / 2. Signs are dropped before averaging: signed cosines
+    cancel. Arguments and errors are those of `cosines`.
+    """
+    return pair_mean(cosines(x, centre))
+
+
+def seen_through(
+    keys: Float[np.ndarray, "head vector coordinate"], metric: Float[np.ndarray, "head coordinate coordinate"]
+) -> Float[np.ndarray, "head vector coordinate"]:
+    """Keys in coordinates whose inner product is k' M l: k S, with S S = M symmetric and positive semidefinite.
+
+    If M is the sum over a group's query heads of W_Q' W_Q (queries q = x W_Q), the cosines of the returned vectors,
+    k' M l / sqrt(k' M k  l' M l), are those of the functions x -> q . k that give the attention scores. They do not
+    change under k -> R' k, W_Q -> W_Q R^-1' for any invertible R: M -> R^-1 M R^-1' (derived here).
+    """
+    metric = np.asarray(metric, dtype=np.float64)
+    values, vectors = np.linalg.eigh((metric + np.swapaxes(metric, -1, -2)) / 2)
+    root = (vectors * np.sqrt(values.clip(0))[:, None, :]) @ np.swapaxes(vectors, -1, -2)
+    return np.asarray(keys, dtype=np.float64) @ root

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -13,11 +13,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from llmgeom.answers import corrupt_targets
-from llmgeom.probe import UNTRAINED, Capture, Needs, Observer, ProbeInput
-from llmgeom.probes.posterior.answers import observed_answers
-from llmgeom.probes.posterior.scores import Evaluation, PosteriorScores, Scores
+from llmgeom.probe import UNTRAINED, Batch, Capture, Model, Needs, Observer, ProbeInput, Step, UserError
+from llmgeom.probes.posterior.scores import Evaluation, PosteriorScores, Scores, score
 from llmgeom.result import Measured
-from llmgeom.world import Categorical, World, hashed, seeded
+from llmgeom.world import Categorical, Split, World, hashed, seeded
 
 AT_ONCE = 10_000  # sequences drawn together
 MOST = 200_000  # sequences that fill the table; with more, the share of known states hardly grows
@@ -174,3 +173,74 @@ class GradeProbe:
         """Raises UserError if the question has no answer on this task or for this model."""
         read = data.observations, data.control_observations
         return self.ask(Grades(self.evaluation, *read, self.drawn, self.corrupt, self.states_held_out))
+
+
+NAME = "answers"
+NEVER = -1e30  # nats
+
+
+def answer_observer(task: World, *samples: str) -> Observer:
+    """An observer that reduces the logits at the queries of the main sample and `samples` to the task's answer form."""
+    width = len(task.answers.tokens) + 1 if task.answers.tokens else 2
+    version = f"{NAME} of {task.title}"
+    return Observer(NAME, partial(_answers, task), samples=("", *samples), version=version, row_bytes=4 * width)
+
+
+def _answers(task: World, step: Step) -> dict[str, Tensor]:
+    # A probability of exactly 0 (of other tokens, if all tokens are outcomes) has no finite logarithm to store.
+    return {"form": task.answers.read(step.logits).clamp_min(NEVER)}
+
+
+def observed_answers(capture: Capture) -> Tensor:
+    """[sequence query form] the answers of `answer_observer` in a capture of whole sequences."""
+    return capture.observed(f"{NAME}.form").unflatten(0, (len(capture.batch), -1))
+
+
+def check_readable(subject: Model, task: World) -> None:
+    """Raise UserError for an edited model, and for a model with fewer outputs than the task has tokens."""
+    if subject.edits:
+        raise UserError(f"{subject.name} is edited; posterior scores are those of unedited models")
+    if subject.facts["vocabulary"] < task.vocabulary:
+        raise UserError(
+            f"{subject.name} has {subject.facts['vocabulary']} outputs; {task.title} needs {task.vocabulary}: "
+            "give --task with the fields that it was trained with"
+        )
+
+
+def read_answers(subject: Model, task: World, batch: Batch) -> Tensor:
+    """The model's answers, [sequence query form].
+
+    Raises UserError: the model cannot read the inputs, or logits are not finite.
+    """
+    check_readable(subject, task)
+    return observed_answers(subject.capture(batch, (), observers=[answer_observer(task)]))
+
+
+def score_model(subject: Model, task: World, batch: Batch) -> Scores:
+    """The model's scores on a batch, without other predictors."""
+    return score(task, batch, read_answers(subject, task, batch))
+
+
+def grade(
+    subject: Model,
+    task: World,
+    n: int = 1000,
+    seed: int = 0,
+    *,
+    split: Split | None = None,
+    trained: int | None = None,
+    corrupt: float = 0.0,
+) -> PosteriorScores:
+    """Posterior scores of one model on n sequences, without controls and intervals.
+
+    Args:
+        split: the split of hypotheses; by default `task.test_split`.
+        trained: number of first queries with a training loss, if fewer than the task's.
+        corrupt: probability with which training redrew targets; the exact answer is then the mixture.
+
+    Raises:
+        UserError: as `read_answers` and `Evaluation.posterior_scores`.
+    """
+    trained = min(task.trained_queries, trained or task.trained_queries)
+    evaluation = Evaluation(task, n, seed, split or task.test_split, trained, corrupt)
+    return evaluation.posterior_scores(read_answers(subject, task, evaluation.batch), subject.name)

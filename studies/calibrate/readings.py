@@ -13,7 +13,7 @@ from llmgeom import claims, grading, probes, wind_tunnels
 from llmgeom.dynamics.processes import spread
 from llmgeom.probe import WHOLE, Model, UserError
 from llmgeom.probes.interventions import component_ablation, interchange
-from llmgeom.probes.posterior.answers import grade
+from llmgeom.probes.posterior.grading import grade
 from llmgeom.progress import tell
 from llmgeom.record import Record
 from llmgeom.result import Estimate

@@ -13,8 +13,8 @@ from llmgeom.probe import UNTRAINED, Batch, Capture, Model, Needs, ProbeInput, S
 from llmgeom.probes.key_orthogonality import as_array, token_ids
 from llmgeom.probes.shared.nulls import compare, mean_of
 from llmgeom.result import Measured, line
-from llmgeom.stats.cosines import cosines, mean_abs_cosine, pair_mean, random_cosine
 from llmgeom.stats.resampling import LEAST_CLUSTERS
+from llmgeom.stats.similarity import cosines, mean_abs_cosine, pair_mean, random_cosine
 from studies.published import CLAIMS_FOLDER
 
 CLAIMS = declared("published_keys", CLAIMS_FOLDER)
