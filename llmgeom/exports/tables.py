@@ -24,7 +24,7 @@ def write(record: Record, form: str, out: Path) -> list[str]:
 
 
 def _csv(record: Record, out: Path) -> list[str]:
-    """The tables prompts, layers and estimates in the folder `out`; every digit, and an empty cell for what is absent."""
+    """The tables prompts, layers and estimates in the folder `out`; every digit; an empty cell where there is none."""
     out.mkdir(parents=True, exist_ok=True)
     lines = []
     for name, columns in tables(record).items():
