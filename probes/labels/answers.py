@@ -18,7 +18,7 @@ from llmgeom.probe import MOST_PROMPTS, Model, Needs, Observer, ProbeInput, Step
 from llmgeom.probes.shared.nulls import permutation_null
 from llmgeom.prompts.columns import CHOICES, MESSAGES
 from llmgeom.record import Record
-from llmgeom.result import Curve, Estimate, Result, curve, quantity
+from llmgeom.result import Estimate, Measured, labelled, line
 from llmgeom.stats.label_scores import (
     BINS,
     brier,
@@ -40,30 +40,6 @@ CLAIMS = declared(PROBE)
 MOST = {"Brier score": 2.0}  # the largest value; 1 for every other score
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answers(Result):
-    """Probability, accuracy and calibration of the answers."""
-
-    TITLE = "Given answers"
-
-    share: Curve = curve(
-        "confidence",
-        "fraction",
-        "share of right answers, by confidence",
-        interval="prompts, taken as independent",
-        beside="confidence",
-    )
-    confidence: np.ndarray = quantity("confidence", "fraction", "mean confidence: a calibrated model lies here")
-    count: np.ndarray = quantity("confidence", "prompts", "prompts in each bin")
-    log_prob: np.ndarray | None = quantity("prompt answer", "bits", "log2-probability of each answer, all its tokens")
-    likeliest: np.ndarray = quantity("prompt", "index", "the likeliest answer, from 0")
-    right_probability: np.ndarray = quantity("prompt", "fraction", "probability of the right among the answers")
-    entropy: np.ndarray = quantity(
-        "prompt", "bits", "entropy of the next token; of the answers where only these are known"
-    )
-    tokens: np.ndarray | None = quantity("prompt", "count", "tokens of each prompt")
-
-
 def probabilities(log_prob: Sequence[Sequence[float]]) -> np.ndarray:
     """[prompt answer] probabilities among the answers of a prompt; 0 beyond its last answer."""
     x = np.full((len(log_prob), max(map(len, log_prob))), -np.inf)
@@ -83,7 +59,7 @@ def scored(
     names: tuple[str, ...] = (),
     entropy: np.ndarray | None = None,
     tokens: np.ndarray | None = None,
-) -> Answers:
+) -> Measured:
     """Accuracy, calibration and ranking of answers, with intervals by cluster.
 
     The control of most scores permutes the right answers. If these have too few orders (`few_orders`; only one if all
@@ -126,15 +102,28 @@ def scored(
     mean, share, count = reliability(sure, answer == right)
     wilson = [binomtest(round(s * n), n).proportion_ci(method="wilson") for s, n in zip(share, count, strict=True)]
     regular = len(set(map(len, log_prob))) == 1
-    return Answers(
-        share=Curve(share, interval=np.array(wilson)),
-        confidence=mean,
-        count=count.astype(np.float64),
-        log_prob=np.array(log_prob, dtype=np.float64) / np.log(2) if regular else None,
-        likeliest=answer.astype(np.float64),
-        right_probability=probability[rows, right],
-        entropy=entropy,
-        tokens=None if tokens is None else tokens.astype(np.float64),
+    each = np.array(log_prob, dtype=np.float64) / np.log(2) if regular else None
+    lengths, chosen = None if tokens is None else tokens.astype(np.float64), probability[rows, right]
+    interval, here = (
+        ("prompts, taken as independent", np.array(wilson)),
+        "mean confidence: a calibrated model lies here",
+    )
+    of_each, of_right = "log2-probability of each answer, all its tokens", "probability of the right among the answers"
+    of_entropy = "entropy of the next token; of the answers where only these are known"
+    return Measured.of(
+        "Given answers",
+        {
+            **line("share", share, "confidence", "fraction", "share of right answers, by confidence",
+                   interval=interval, beside="confidence"),
+            "confidence": labelled(mean, "confidence", "fraction", here),
+            "count": labelled(count.astype(np.float64), "confidence", "prompts", "prompts in each bin"),
+            "log_prob": labelled(each, "prompt answer", "bits", of_each),
+            "likeliest": labelled(answer.astype(np.float64), "prompt", "index", "the likeliest answer, from 0"),
+            "right_probability": labelled(chosen, "prompt", "fraction", of_right),
+            "entropy": labelled(entropy, "prompt", "bits", of_entropy),
+            "tokens": labelled(lengths, "prompt", "count", "tokens of each prompt"),
+        },
+        __name__,
         estimates=(
             measured("accuracy", lambda subset, truth: float((answer[subset] == truth).mean())),
             measured(
@@ -151,7 +140,7 @@ def scored(
         notes=(*notes, f"at most {BINS} bins of equally many prompts"),
         warnings=(f"accuracy, Brier score and AUROC have no control: {why}",) if why else (),
         ticks={"confidence": tuple(f"{value:.2f}" for value in mean), **({"answer": names} if names else {})},
-    )
+    )  # fmt: skip
 
 
 # ---- answers of a model ----------------------------------------------------------------------------------------------
@@ -183,7 +172,7 @@ class AnswersProbe:
         """Only the observer; controls come from the answers themselves."""
         return Needs(controls=frozenset(), control_prompts=MOST_PROMPTS, observers=(NEXT,))
 
-    def measure(self, data: ProbeInput) -> Answers:
+    def measure(self, data: ProbeInput) -> Measured:
         """Accuracy, calibration and ranking, with intervals by cluster."""
         capture, rows = data.capture, data.capture.prompt.numpy()
         inputs = len(capture.lengths)
