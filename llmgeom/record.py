@@ -102,7 +102,10 @@ class Record:
         folder = Path(folder)
         make_folder(folder)
         arrays = self._arrays(arrays_of)
-        blobs = {"arrays.safetensors": save(arrays), "prompts.jsonl": self._prompt_lines().encode()}
+        names = sorted(self.prompts)
+        rows = (dict(zip(names, row, strict=True)) for row in zip(*(self.prompts[name] for name in names), strict=True))
+        lines = (json.dumps(row, sort_keys=True, ensure_ascii=False) + "\n" for row in rows)
+        blobs = {"arrays.safetensors": save(arrays), "prompts.jsonl": "".join(lines).encode()}
         for name, blob in blobs.items():
             write_whole(folder / name, blob)
         body = {
@@ -113,13 +116,6 @@ class Record:
             "files": {name: sha256(blob) for name, blob in blobs.items()},
         }
         write_json(folder / "record.json", body)
-
-    def _prompt_lines(self) -> str:
-        names = sorted(self.prompts)
-        rows = zip(*(self.prompts[name] for name in names), strict=True)
-        return "".join(
-            json.dumps(dict(zip(names, row, strict=True)), sort_keys=True, ensure_ascii=False) + "\n" for row in rows
-        )
 
     @classmethod
     def load(cls, folder: str | os.PathLike) -> Record | Records:
@@ -181,9 +177,13 @@ class Record:
             arrays = load(blobs["arrays.safetensors"])
         except SafetensorError as error:
             raise UserError(f"{folder}/arrays.safetensors cannot be read ({error}); run the scan again") from error
+        of_probe: dict[str, dict[str, np.ndarray]] = {probe: {} for probe in body["results"]}
+        for name, array in arrays.items():
+            probe, _, own = name.partition(".")
+            of_probe.setdefault(probe, {})[own] = array
         rows = [json.loads(line) for line in blobs["prompts.jsonl"].decode().split("\n") if line]
         return cls(
-            results={probe: measured_from(plain, _of_probe(arrays, probe)) for probe, plain in body["results"].items()},
+            results={probe: measured_from(plain, of_probe[probe]) for probe, plain in body["results"].items()},
             prompts={name: tuple(row[name] for row in rows) for name in (rows[0] if rows else ())},
             warnings=tuple(body["warnings"]),
             **{name: body[name] for name in ("unmeasured", "subject", "source", "facts", "run")},
@@ -259,10 +259,6 @@ _PARTS = dict.fromkeys(("results", "unmeasured", "subject", "source", "facts", "
 }
 
 
-def _of_probe(arrays: Mapping[str, np.ndarray], probe: str) -> dict[str, np.ndarray]:
-    return {name.removeprefix(f"{probe}."): array for name, array in arrays.items() if name.startswith(f"{probe}.")}
-
-
 DELETIONS = "without each cluster: "  # prefix of an estimate's name in the name of an array
 
 
@@ -286,24 +282,21 @@ def plain_of(measured: Measured) -> dict[str, Any]:
     }
 
 
-def _estimate(plain: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Estimate:
-    plain = dict(plain)
-    deletions, name = None, DELETIONS + plain["rule"]["name"]
-    if groups := plain.pop("groups"):
-        deletions = Deletions(groups, arrays[name], plain["units"])
-    return Estimate.of(plain, deletions)
-
-
 def measured_from(plain: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Measured:
     """A result from its plain data and its arrays by name."""
     quantities = {
         q["name"]: Quantity(tuple(q["axes"]), q["unit"], q["meaning"], Figure(**q["figure"]) if q["figure"] else None)
         for q in plain["quantities"]
     }
+    estimates = []
+    for h in plain["estimates"]:
+        groups, own = h["groups"], {name: value for name, value in h.items() if name != "groups"}
+        without = Deletions(groups, arrays[DELETIONS + h["rule"]["name"]], h["units"]) if groups else None
+        estimates.append(Estimate.of(own, without))
     return Measured(
         **{
             **plain,
-            "estimates": tuple(_estimate(h, arrays) for h in plain["estimates"]),
+            "estimates": tuple(estimates),
             "quantities": quantities,
             "warnings": tuple(plain["warnings"]),
             "notes": tuple(plain.get("notes", ())),

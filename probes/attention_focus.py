@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -115,7 +114,7 @@ def measure(view: ProbeInput) -> Measured:
         why = f"not measured: {read} are read (--layers, or the layers that have attention), not the first layer"
         unmeasured = dict.fromkeys(FOCUSING, why)
     elif layers > 1:
-        statistics = {name: partial(_narrowed, of) for name, of in FOCUSING.items()}
+        statistics = {name: lambda c, rows, of=of: focusing(c[of], rows) for name, of in FOCUSING.items()}
     statistics["weight on the first token"] = lambda c, rows: float(c["first"][-1, rows].mean())
     entropy, first = (_mean(view.capture, site, long) for site in (Site.ATTENTION_ENTROPY, Site.ATTENTION_FIRST))
     unit, said = "fraction of log2 T", "attention entropy over log2 of tokens seen"
@@ -210,10 +209,6 @@ def focusing(curve: np.ndarray, rows: np.ndarray | slice) -> float:
     if first <= 0:
         raise UserError("the first layer's attention has no entropy, so it cannot narrow")
     return float(1 - last / first)
-
-
-def _narrowed(of: str, curves: Mapping[str, np.ndarray], rows: np.ndarray | slice) -> float:
-    return focusing(curves[of], rows)
 
 
 def _mean(capture: Capture, site: Site, long: np.ndarray) -> np.ndarray:

@@ -125,7 +125,9 @@ def _read_out(view: ProbeInput) -> Measured:
     def missed(x: Sequence[Tensor], target: Tensor = log_p) -> np.ndarray:
         return read(x, target, position, clusters, view.seed).kl
 
-    inputs = _input(capture)[chosen]
+    # A token's indicator, or the real-valued row.
+    shown = input_at_rows(capture)
+    inputs = ((shown[:, None] == shown.unique()) if shown.dim() == 1 else shown).double()[chosen]
     base = missed([torch.zeros_like(inputs), inputs])
     if base[0].mean() < 1e-6:
         raise UserError("the position alone determines the posterior: a residual stream can add nothing")
@@ -241,12 +243,6 @@ def _stream(capture: Capture, rows: Tensor) -> list[Tensor]:
 
 def _writes(capture: Capture) -> bool:
     return any(site is Site.ATTN_OUT for site, _ in capture.tensors)
-
-
-def _input(capture: Capture) -> Tensor:
-    """[row coordinate] the input at each queried position: a token's indicator, or the real-valued row."""
-    inputs = input_at_rows(capture)
-    return (inputs[:, None] == inputs.unique()).double() if inputs.dim() == 1 else inputs.double()
 
 
 def _exchanged(capture: Capture, rows: Tensor, seed: list[int]) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from scipy import stats, stats as scipy_stats
 from scipy.stats import ortho_group
 
-from llmgeom.claims import Claim, Null, estimate, layer_band
+from llmgeom.claims import Claim, layer_band
 from llmgeom.errors import UserError
 from llmgeom.probes.shared.nulls import compare
 from llmgeom.stats import information, resampling, tests
@@ -245,25 +245,7 @@ def test_holm_by_hand():
     np.testing.assert_allclose(tests.holm([0.6, 0.7]), [1, 1])
 
 
-def test_needed_n_gives_a_correlation_its_power_under_the_verdict_itself():
-    rho = 0.5
-    n = tests.needed_n_correlation(rho)
-    pearson = 2 * math.sin(math.pi * rho / 6)  # the Pearson correlation of normals whose Spearman's rho this is
-    claim = Claim(name="rho", unit="|rho|", side="upper", effect=rho)
-    rng, above = draws(29), 0
-    for i in range(200):
-        a = rng.normal(size=n)
-        b = pearson * a + math.sqrt(1 - pearson**2) * rng.normal(size=n)
-        test, interval = tests.correlation_test(a, b, a, 499, i), tests.correlation_interval(a, b, a)
-        null = Null("permuted", 0.0, test.null_high, 0.0, test.p, 499)
-        above += estimate(claim, test.value, interval, [null], n=n, clusters=n).p < 0.05
-    assert n == 45
-    assert 0.83 <= above / 200 <= 0.96
-
-
 def test_needed_n_refuses_an_effect_of_nothing():
-    with refused(ValueError, "effect", 0):
-        tests.needed_n_correlation(0.0)
     with refused(ValueError, "effect", 0):
         tests.needed_n_mean(0.0, 1.0)
 

@@ -316,10 +316,6 @@ class Model(Verbs):
         """sha256 over names and bytes of the parameters and saved buffers, sorted by name; 64 hex digits."""
         return loading.weight_hash(original(self.model))
 
-    def same_weights(self, other: Model) -> bool:
-        """Whether both hold the same weights; False where some are offloaded, which are not hashed."""
-        return self.weight_hash == other.weight_hash != loading.OFFLOADED
-
     @property
     def as_read(self) -> bool:
         """Whether its weights are those of the files that it was read from."""

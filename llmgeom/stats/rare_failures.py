@@ -138,8 +138,11 @@ class Rest:
 
         This is the worst case for a given share, whatever the relation of failure and weight.
         """
+        from scipy.special import betaincinv
+
         n = len(self.weights)
-        failed = _share(self.rare, n, error) * n
+        share = 1.0 if self.rare == n else float(betaincinv(self.rare + 1, n - self.rare, 1 - error))
+        failed = share * n
         largest = np.sort(self.weights)[::-1]
         whole = int(failed)
         return float((largest[:whole].sum() + (failed - whole) * largest[whole : whole + 1].sum()) / n)
@@ -182,10 +185,3 @@ def _positive(values: np.ndarray) -> Float[np.ndarray, " row"]:
     if x.min() < -TIE:
         raise ValueError(f"value {x.min()}: expected values of at least 0")
     return x
-
-
-def _share(rare: int, n: int, error: float) -> float:
-    """Clopper and Pearson's upper end of the share of failures."""
-    from scipy.special import betaincinv
-
-    return 1.0 if rare == n else float(betaincinv(rare + 1, n - rare, 1 - error))

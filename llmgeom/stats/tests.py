@@ -267,26 +267,11 @@ def holm(p_values: Draws) -> Float[np.ndarray, " test"]:
     return adjusted
 
 
-def needed_n_correlation(effect: float, power: float = 0.9, level: float = 0.95) -> int:
-    """Clusters needed to distinguish a rank correlation of the declared size from 0 at this level with this power.
-
-    n = 3 + ((z_a + z_b) s / atanh(effect))^2 + z_a^2 / 2; z_a and z_b the normal quantiles of (1 + level) / 2 and of
-    power, s^2 = 1 + effect^2 / 2: rho on Fisher's scale has variance s^2 / (n - 3) (Bonett and Wright, 2000). The last
-    term is Guenther's (1981), for an estimated variance.
-    """
-    from scipy.stats import norm
-
-    if not 0 < abs(effect) < 1:
-        raise ValueError(f"declared effect {effect}: give a correlation other than 0 and +-1, between -1 and 1")
-    a, b, s = norm.ppf((1 + level) / 2), norm.ppf(power), math.sqrt(1 + effect**2 / 2)
-    return math.ceil(3 + ((a + b) * s / math.atanh(abs(effect))) ** 2 + a**2 / 2)
-
-
 def needed_n_mean(effect: float, sd: float, power: float = 0.9, level: float = 0.95) -> int:
     """Clusters needed for the interval of a mean, `effect` beyond the null's end, to exclude that end with this power.
 
-    n = ((z_a + z_b) sd / effect)^2 + z_a^2 / 2, sd between clusters in the unit of effect; the last term as in
-    `needed_n_correlation`. For a jackknifed statistic sd is its standard error times sqrt(clusters).
+    n = ((z_a + z_b) sd / effect)^2 + z_a^2 / 2, sd between clusters in the unit of effect; the last term is
+    Guenther's (1981), for an estimated variance. For a jackknifed statistic sd is its standard error times sqrt(clusters).
     """
     from scipy.stats import norm
 
