@@ -280,6 +280,10 @@ class World(ABC):
             variance.
         """
 
+    def log_first(self) -> Tensor:
+        """log P(the first symbol shown), [symbol]; uniform by default."""
+        return -torch.ones(self.vocabulary, dtype=torch.float64) * math.log(self.vocabulary)
+
     def log_belief(self, inputs: Tensor) -> Tensor | None:
         """log P(latent state | inputs up to each query) in nats, [sequence query state]; None without latent states."""
         return None

@@ -94,14 +94,18 @@ def test_patch_of_pairs(subject, tmp_path):
 
 
 def test_beliefs_in_context(subject, tmp_path):
-    words = ["--process", "edge-hmm", "--length", 32, "--control-models", 1]
-    seen = run("evidence", *words, *MODEL, "--out", tmp_path)
+    words = ["--process", "edge-hmm", "--length", 32, "--control-models", 1, "--surface", "words"]
+    seen = CliRunner().invoke(main, ["evidence", *map(str, words), *MODEL])
+    assert seen.exit_code == 1 and "the world needs 3" in seen.output
+    seen = run("evidence", *words[:-2], *MODEL, "--out", tmp_path)
     assert seen.exit_code == 0, seen.output
     found = subject.beliefs("edge-hmm", length=32, controls=1)
     layer = int(found["R2"].argmax())
     assert f"R2 {found['R2'][layer]:.3f} [" in seen.output and f"in layer {layer}, held out" in seen.output
     assert f"{'last 2 symbols':<28}{found.rivals['last 2 symbols']:>8.3f}" in seen.output
-    assert (tmp_path / "report.html").read_text(encoding="utf-8").count('class="plotly-graph-div"') == 4
+    at = found.used.ticks["edit"].index(f"layer {min(layer, 3)}: along the belief")
+    assert f"along the belief {found.used['moved'][at]:.2f} [" in seen.output
+    assert (tmp_path / "report.html").read_text(encoding="utf-8").count('class="plotly-graph-div"') == 8
     refused = CliRunner().invoke(main, ["evidence", "--length", "32", *MODEL])
     assert refused.exit_code == 1 and "give one --process" in refused.output
 

@@ -35,7 +35,7 @@ UPWARD: set[tuple[str, str]] = {
     ("llmgeom.record", "llmgeom.reports"),  # a notebook that shows a Record asks the reports for its HTML
     ("llmgeom.verbs", "llmgeom.probes.labels.fitted"),  # a model's method that is built on captures of that model
     ("llmgeom.verbs.patching", "llmgeom.probes.interventions.intervention"),  # another, on the runner of interventions
-    ("llmgeom.verbs.beliefs", "llmgeom.wind_tunnels"),  # another, which takes a world by its name
+    ("llmgeom.verbs.contexts", "llmgeom.wind_tunnels"),  # another, which takes a world by its name
     ("llmgeom.captures", "llmgeom.probes"),  # the key of a result covers the code of every probe
 }
 # Imports among plug-ins that are still there. Entries are only removed.

@@ -49,7 +49,12 @@ class RunConfig(config.ModelConfig):
         "[default: two-point]",
         name="--process",
     )
-    surfaces: tuple[str, ...] = flag((), "list, sentences, code. [default: all]", listed=True, name="--surface")
+    surfaces: tuple[str, ...] = flag(
+        (),
+        "list, sentences, code; with --length spaces, commas, lines, words, anew. [default: all; spaces]",
+        listed=True,
+        name="--surface",
+    )
     ks: tuple[int, ...] = flag((), "Numbers of observations shown. [default: the world's own]", name="--k", listed=True)
     n: int = flag(50, "Prompts for each number of observations.", least=10)
     length: int = flag(
@@ -98,9 +103,12 @@ def main(settings: RunConfig, output: JobOutput) -> int:
     controls and with simpler observers. Two labels in any order are SULA, with its controls.
     """
     if settings.length:
-        if len(settings.processes) != 1 or output.dry_run:
-            raise UserError(f"--length {settings.length}: give one --process, e.g. edge-hmm, and no --dry-run")
-        settings.refuse_unread(("surfaces", "ks", "n", "batch_tokens"), f"--length {settings.length}")
+        if not settings.processes or len(settings.surfaces) > 1 or output.dry_run:
+            raise UserError(
+                f"--length {settings.length}: give one --process, e.g. edge-hmm, or several of which each sequence "
+                "follows one; at most one --surface; and no --dry-run"
+            )
+        settings.refuse_unread(("ks", "n", "batch_tokens"), f"--length {settings.length}")
         return run(replace(settings, plain=True), output, lambda subject: in_context(subject, settings))
     prepared = out, jobs = prepare(settings)
     if output.dry_run:
@@ -116,31 +124,50 @@ def main(settings: RunConfig, output: JobOutput) -> int:
 
 
 def in_context(subject: Model, settings: RunConfig) -> Shown:
-    """Beliefs about one long sequence after another, and what simpler readers know."""
-    found = subject.beliefs(settings.processes[0], length=settings.length, controls=settings.nulls, seed=settings.seed)
+    """Beliefs about one long sequence after another, what simpler readers know, and whether the answer uses them."""
+    from llmgeom.verbs.belief_use import BELIEF, CHANCE, PATCH
+    from llmgeom.verbs.beliefs import ABLATED, ALL, BEST, KL, SHUFFLED
 
-    def best(name: str) -> str:
-        at = int(found[name].argmax())
-        value, low, high = (found[f"{name}{end}"][at] for end in ("", ", low", ", high"))
-        return f"{value:.3f} [{low:.3f}, {high:.3f}] in layer {at}"
+    several = settings.processes if len(settings.processes) > 1 else settings.processes[0]
+    options = {"length": settings.length, "controls": settings.nulls, "seed": settings.seed}
+    found = subject.beliefs(several, rendering=(settings.surfaces or ("spaces",))[0], **options)
 
-    copies, rival = found["R2, highest of untrained copies"].max(), found.attrs["best rival"]
-    ablated = found.values.get("R2 with mean-ablated attention")
-    without = "" if ablated is None else f", with mean-ablated attention {ablated.max():.3f}"
-    model, *others = found.answers.items()
-    counts = min((item for item in others if item[0].startswith("counts")), key=lambda item: item[1])
+    def spans(reading: Any, name: str, at: int, digits: int = 3) -> str:
+        value, low, high = (reading[f"{name}{end}"][at] for end in ("", ", low", ", high"))
+        return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+    layer, beyond = int(found["R2"].argmax()), int(found[ALL].argmax())
+    best = found.attrs["best rival"]
+    copies = found.values.get(f"{ALL}, highest of untrained copies", found[ALL] * 0).max()
+    enough = [name for name in found.rivals if name.startswith("last") and found.rivals[name] >= found["R2"][layer]]
+    if found[f"{ALL}, low"][beyond] > max(copies, 0):
+        said = "It is there beyond what every rival knows: of what they leave together the stream has"
+    elif enough:
+        said = f"A short memory does as well ({enough[0]}: {found.rivals[enough[0]]:.3f}): beyond all rivals there is"
+    else:
+        said = f"The best rival, {best}, has {found.rivals[best]:.3f}, and beyond all rivals nothing is shown: there is"
+    also = {"untrained copies": "R2, highest of untrained copies", "shuffled order": SHUFFLED, "no attention": ABLATED}
+    controls = "; ".join(f"{name} {found[of].max():.3f}" for name, of in also.items() if of in found.values)
+    counter = found.answers.attrs["best counter"]
+    away = {name: found.answers[f"KL of {name}"][-1] for name in (counter, "an even answer")}
     sentences = [
-        f"The exact belief is read out with R2 {best('R2')}, held out by sequence; untrained copies at most "
-        f"{copies:.3f}{without}.",
-        f"Who knows the last 3 symbols alone has {found.rivals['last 3 symbols']:.3f}, the best rival ({rival}) "
-        f"{found.rivals[rival]:.3f}; of the {max(1 - found.rivals[rival], 0):.2g} that this leaves the stream holds at "
-        f"most {best('R2 beyond best rival')}.",
-        f"Its next symbol is {model[1]:.2f} bits from the exact distribution; {counts[0]} in the context "
-        f"{counts[1]:.2f}, an even answer {found.answers['an even answer']:.2f}; the symbols have "
-        f"{found.attrs['mass of the symbols']:.0%} of its probability.",
+        f"The exact belief is read out with R2 {spans(found, 'R2', layer)} in layer {layer}, held out by sequence. "
+        f"{said} {spans(found, ALL, beyond)} (partial R2, layer {beyond}; untrained copies at most {copies:.3f}).",
+        f"Highest R2 of controls: {controls or 'none were asked for'}.",
+        f"At the end the next symbol is {spans(found.answers, KL, -1, 2)} bits from the exact one, {counter} "
+        f"{away[counter]:.2f}, an even answer {away['an even answer']:.2f}; the symbols have "
+        f"{found.attrs['mass of the symbols']:.0%} of the probability.",
     ]
+    pictures = [(found, "R2"), (found.answers, KL), (found.answers, "R2 of the belief"), (found, ALL), (found, BEST)]
+    if found.used is None:
+        sentences.append("Whether the belief is used is not asked: the last symbol says what comes next.")
+    else:
+        layer = min(layer, len(subject.blocks) - 1)
+        moves = {name: found.used.ticks["edit"].index(f"layer {layer}: {name}") for name in (PATCH, BELIEF, CHANCE)}
+        shares = "; ".join(f"{name} {spans(found.used, 'moved', at, 2)}" for name, at in moves.items())
+        sentences.append(f"Moved at the input of layer {layer}, the answer goes this share of the exact way: {shares}.")
+        pictures += [(found.used, "moved"), (found.used, "size")]
     rows = [f"{name:<28}{r2:>8.3f}" for name, r2 in found.rivals.items()]
-    pictures = [(found, "R2"), (found, "R2 beyond best rival"), (found, "R2 beyond all rivals")]
     return Shown(sentences, pictures, ["", f"{'reader':<28}{'R2':>8}", *rows, ""], found.simplex())
 
 

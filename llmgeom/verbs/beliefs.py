@@ -3,324 +3,313 @@
 A model reads long sequences of a world. At each symbol the exact belief is known, and so is what simpler readers know:
 the belief of one who sees the last k symbols only, counts in the context, exponential filters of the symbols. A
 read-out of the belief says something only where it goes beyond theirs (derived here; the question is that of
-arXiv 2405.15943).
+arXiv 2405.15943 and 2609.17376).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
-from scipy.stats import t as student
 from torch import Tensor
 
 from llmgeom.batch import Batch, Tokens
-from llmgeom.errors import UserError, unknown
+from llmgeom.errors import UserError
 from llmgeom.model.capture import Site
-from llmgeom.model.tokenizing import special_tokens
 from llmgeom.progress import tell
-from llmgeom.verbs.reading import Reading, called
+from llmgeom.stats.information import bits, kl
+from llmgeom.stats.partial_ridge import FOLDS, basis, held_out, interval_of_r2, interval_of_ratio, r2
+from llmgeom.stats.resampling import jackknife, mean_intervals
+from llmgeom.stats.weighing import Weighing, weight
+from llmgeom.verbs.belief_use import used
+from llmgeom.verbs.contexts import ORDERS, exact, long, mixture, rivals, written
+from llmgeom.verbs.reading import GREY, ORANGE, Reading, called
 from llmgeom.world import World
 
-SUFFIXES, ORDERS = (1, 2, 3, 4, 5, 6), (0, 1, 2, 3)
-DECAYS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
-FOLDS, LEAST = 4, 8  # folds of sequences, and the fewest sequences
-PENALTIES = 10.0 ** np.arange(-4, 2.1, 1.5)  # of standardised coordinates, relative to the number of rows
-RENDERINGS = {"spaces": " ", "lines": "\n", "commas": ", "}
+LEAST = 8  # sequences
+EVERY, SPARSE = 64, 4  # symbols at the beginning that are all read; up to the middle then one of four
+SHOWN = 250  # beliefs in a picture
+EDGES = (0, 8, 16, 32, 64, 128, 256)  # of the answers by position; then each further 256 symbols
+BEST, ALL = "R2 beyond best rival", "R2 beyond all rivals"
+SHUFFLED, ABLATED = "R2 in shuffled order", "R2 with mean-ablated attention"
+MIXED = "R2 of the mixture's belief"
+KL = "KL to the exact next symbol"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Beliefs(Reading):
+class Compared(Reading):
+    """A curve with others beside it.
+
+    Attributes:
+        beside: Array -> what is drawn beside it: name -> an array, or one number for all places.
+        log: Whether the places are drawn on a logarithmic scale.
+    """
+
+    beside: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    log: bool = False
+
+    def _curve(self, name: str, array: np.ndarray) -> Any:
+        figure, places = super()._curve(name, array), list(*self.coords.values())
+        dashes = ("dash", "dot", "dashdot", "longdash")
+        for i, (other, numbers) in enumerate(self.beside.get(name, {}).items()):
+            line = {"color": (ORANGE, GREY, "#117733", "#1a1a1a")[i % 4], "dash": dashes[i % 4], "width": 2}
+            y = np.broadcast_to(numbers, len(places))
+            figure.add_scatter(x=places, y=y, name=other, line=line, mode="lines")
+        if self.log:
+            figure.update_xaxes(type="log", tickvals=places)
+        return figure.update_layout(legend={"orientation": "h", "y": -0.2}, margin={"l": 60, "r": 20})
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Beliefs(Compared):
     """What `model.beliefs` returns: read-outs of the belief over layers, and what they are compared with.
 
     Attributes:
         rivals: Reader -> R2 of the exact belief, on the same rows and folds.
-        answers: Of the model's next symbol, and of counters in the context: bits of KL from the exact distribution.
-        points: What the simplex picture draws: reader -> [row state].
+        answers: Over position: bits from the exact next symbol, resolution, weight of evidence, R2 of the best layer.
+        used: What moves the answer (`belief_use.used`); None where the last symbol determines the exact answer.
+        points: What the simplex picture draws: reader -> [row state], of the read-out [layer row state].
     """
 
     rivals: Mapping[str, float] = field(default_factory=dict)
-    answers: Mapping[str, float] = field(default_factory=dict)
+    answers: Any = None
+    used: Any = None
     points: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def simplex(self) -> Any:
-        """Exact beliefs, and their read-outs by the best layer, a suffix reader and an untrained copy, with R2."""
+        """Exact beliefs and their read-outs: each layer (slider), the best rival and an untrained copy, with R2."""
         from plotly.graph_objects import Scatter
         from plotly.subplots import make_subplots
 
-        exact = self.points["exact belief"]
-        colours = [f"rgb({','.join(str(int(255 * p)) for p in row[:3])})" for row in np.pad(exact, ((0, 0), (0, 3)))]
-        titles = [
-            name if name == "exact belief" else f"{name}: R2 {_r2(exact, of):.2f}" for name, of in self.points.items()
-        ]
-        figure = make_subplots(1, len(titles), subplot_titles=titles, horizontal_spacing=0.02)
-        states = exact.shape[1]
-        corner = 2 * np.pi * np.arange(states) / states + np.pi / 2
-        for column, rows in enumerate(self.points.values(), start=1):
-            x, y = (rows @ at(corner) for at in (np.cos, np.sin))
-            figure.add_trace(
-                Scatter(x=x, y=y, mode="markers", marker={"size": 3, "color": colours}, showlegend=False), 1, column
-            )
-            figure.update_xaxes(visible=False, range=[-1.1, 1.1], row=1, col=column)
-            figure.update_yaxes(visible=False, range=[-1.1, 1.1], scaleanchor=f"x{column}", row=1, col=column)
-        return self._dressed(figure, 440)
+        truth, best = self.points["exact belief"], int(self["R2"].argmax())
+        colours = [f"rgb({','.join(str(int(255 * p)) for p in row[:3])})" for row in np.pad(truth, ((0, 0), (0, 3)))]
+        corner = 2 * np.pi * np.arange(truth.shape[1]) / truth.shape[1] + np.pi / 2
+        onto = np.stack([np.cos(corner), np.sin(corner)], 1)
+
+        def title(name: str, layer: int) -> str:
+            if name == "read-out":
+                return f"layer {layer}: R2 {self['R2'][layer]:.3f}"
+            return name if name == "exact belief" else f"{name}: R2 {self.rivals[name]:.3f}"
+
+        figure = make_subplots(
+            -(-len(self.points) // 2), 2, subplot_titles=[title(name, best) for name in self.points],
+            horizontal_spacing=0.02, vertical_spacing=0.08,
+        )  # fmt: skip
+        for i, (name, rows) in enumerate(self.points.items()):
+            x, y = ((rows[best] if name == "read-out" else rows) @ onto).T
+            where = {"row": i // 2 + 1, "col": i % 2 + 1}
+            marks = Scatter(x=x, y=y, mode="markers", marker={"size": 4, "color": colours}, showlegend=False)
+            figure.add_trace(marks, **where)
+            edge = np.append(corner, corner[0])
+            line = Scatter(x=np.cos(edge), y=np.sin(edge), mode="lines", line={"color": GREY, "width": 1},
+                           showlegend=False, hoverinfo="skip")  # fmt: skip
+            figure.add_trace(line, **where)
+            figure.update_xaxes(visible=False, range=[-1.15, 1.15], **where)
+            figure.update_yaxes(visible=False, range=[-1.0, 1.15], scaleanchor=f"x{i + 1}", **where)
+        at = list(self.points).index("read-out")
+        steps = []
+        for layer, rows in enumerate(self.points["read-out"]):
+            x, y = (rows @ onto).T
+            said = {f"annotations[{at}].text": title("read-out", layer)}
+            steps.append({"method": "update", "label": str(layer), "args": [{"x": [x], "y": [y]}, said, [2 * at]]})
+        slider = {"active": best, "currentvalue": {"prefix": "layer "}, "steps": steps, "pad": {"t": 10}}
+        figure.update_annotations(font_size=13)
+        figure = self._dressed(figure, 300 * -(-len(self.points) // 2))
+        return figure.update_layout(sliders=[slider], margin={"l": 10, "r": 10, "b": 60})
 
 
-def beliefs(
-    subject: Any, world: World | str, sequences: int, length: int, rendering: str, controls: int, seed: int
-) -> Beliefs:
+def beliefs(subject: Any, world: Any, sequences: int, length: int, rendering: str, controls: int, seed: int) -> Beliefs:
     """See `Verbs.beliefs`."""
-    world = long(world, length)
-    if sequences < LEAST or controls < 0:
+    worlds = [long(one, length) for one in ([world] if isinstance(world, World | str) else world)]
+    title = " or ".join(one.title for one in worlds)
+    least = max(LEAST, FOLDS * len(worlds))
+    if sequences < least or controls < 0:
         raise UserError(
-            f"beliefs(sequences={sequences}, controls={controls}): expected {LEAST} sequences or more, and 0 or more"
+            f"beliefs(sequences={sequences}, controls={controls}): expected {least} sequences or more, and 0 or more"
         )
-    shown = world.sample(sequences, seed)
-    inputs: Any = shown.inputs
-    symbols = inputs.data  # [sequence symbol]
-    ids, places, tokens = written(subject, symbols, world.vocabulary, rendering, seed)
-    half = symbols.shape[1] // 2
-    belief: Any = shown.exact.belief
-    exact = belief.exp().numpy()[:, half:]  # [sequence symbol state]
-    if np.ptp(exact, axis=(0, 1)).max() < 1e-3:
-        raise UserError(f"{world.title}: its belief is the same everywhere, so nothing can be read out")
-    predictive = shown.exact.predictive.exp().numpy()[:, half:]
-    batch = _batch(ids, places[half:])
-    own, said, mass = _read(subject, batch, tokens, symbols.shape[1] - half)
-    features = rivals(world, symbols.numpy(), half)
-    features["its own next symbol"] = said.reshape(*exact.shape[:2], -1)
-    cluster = np.repeat(np.arange(sequences), exact.shape[1])
-    target = exact.reshape(-1, exact.shape[2])
-    r2: dict[str, float] = {}
-    predicted: dict[str, np.ndarray] = {}
-    for name, rows in {**features, "exact next symbol": predictive}.items():
-        tell("rivals", len(r2), len(features) + 1)
-        flat = rows.reshape(len(target), -1)
-        predicted[name] = held_out(flat, target, cluster)
-        r2[name] = _r2(target, predicted[name])
-    best = max(features, key=lambda name: r2[name])
-    known = {
-        "best rival": features[best].reshape(len(target), -1),
-        "all rivals": np.concatenate([rows.reshape(len(target), -1) for rows in features.values()], 1),
-    }
-    r2["all of these together"] = _r2(target, held_out(known["all rivals"], target, cluster))
-    left = {name: less(target, rows, cluster) for name, rows in known.items()}
+    some = torch.zeros(1, 16, dtype=torch.int64)
+    if len({(one.vocabulary, exact(one, some)[0].shape) for one in worlds}) > 1:
+        raise UserError(f"{title}: expected worlds with the same number of symbols, and of states")
+    which = np.arange(sequences) // FOLDS % len(worlds)  # each fold has sequences of each world
+    symbols, count = torch.zeros(sequences, length, dtype=torch.int64), worlds[0].vocabulary
+    for j, one in enumerate(worlds):
+        inputs: Any = one.sample(int((which == j).sum()), seed + 1000 * j).inputs
+        symbols[torch.from_numpy(which == j)] = inputs.data
+    belief, predictive = _exact(worlds, which, symbols)
+    half = length // 2
+    places = [i for i in range(length) if i < EVERY or i >= half or i % SPARSE == 0]
+    later = np.array(places) >= half
+    if np.ptp(belief[:, half:], axis=(0, 1)).max() < 1e-3:
+        raise UserError(f"{title}: its belief is the same everywhere, so nothing can be read out")
+    ids, asked, tokens = written(subject, symbols, count, rendering, seed)
+    batch, second = (_batch(ids, [asked[i] for i in some]) for some in (places, range(half, length)))
+    own, said, mass = _read(subject, batch, tokens)
 
-    def layers(streams: Sequence[np.ndarray], what: str) -> list[dict[str, np.ndarray]]:
-        """[layer] of the held-out predictions of the belief, and of what each set of rivals leaves of it."""
-        found = []
-        for layer, x in enumerate(streams):
+    def rows(of: np.ndarray) -> np.ndarray:
+        """[row feature] of [sequence symbol feature], at the places that are read."""
+        return of[:, places].reshape(sequences * len(places), -1)
+
+    cluster, fitted = np.repeat(np.arange(sequences), len(places)), np.tile(later, sequences)
+    target, answer, late = rows(belief), rows(predictive), np.repeat(np.arange(sequences), length - half)
+    features = {name: rows(of) for name, of in rivals(worlds, which, symbols.numpy()).items()}
+    counters = {name: features[name] for name in (f"counts of order {k}" for k in ORDERS)}
+    simple = {name: x for name, x in features.items() if x.shape != target.shape or np.abs(x - target).max() > 1e-9}
+    found, read = {}, {}
+    for name, x in {**features, "exact next symbol": answer, "its own next symbol": said}.items():
+        tell("rivals", len(found), len(features) + 2)
+        _, read[name] = held_out(x, target, cluster, fitted=fitted)[""]
+        found[name] = r2(target[fitted], read[name][fitted])
+    best, together = max(simple, key=lambda name: found[name]), np.concatenate([*simple.values()], 1)
+    _, guess = held_out(together, target, cluster, fitted=fitted)[""]
+    found["all of these together"] = r2(target[fitted], guess[fitted])
+    known: dict[str, np.ndarray | None] = {"R2": None, BEST: basis(simple[best]), ALL: basis(together)}
+
+    def layers(streams: Sequence[Tensor], what: str, y: np.ndarray, names: Sequence[str]) -> list[dict[str, Any]]:
+        """[layer] name -> (truth, read-out); y has all rows, or those of the second halves."""
+        every = []
+        for layer, stream in enumerate(streams):
             tell(what, layer, len(streams))
-            beyond = {
-                f"R2 beyond {name}": held_out(less(x, known[name], cluster), left[name], cluster) for name in known
-            }
-            found.append({"R2": held_out(x, target, cluster), **beyond})
-        return found
+            of, x = {name: known[name] for name in names}, stream.float().numpy()
+            if len(y) > len(late):
+                every.append(held_out(x, y, cluster, of, fitted))
+            else:
+                of = {name: bases if bases is None else bases[fitted] for name, bases in of.items()}
+                every.append(held_out(x, y, late, of))
+        return every
 
-    reads = layers(own, "reading the belief")
-    truths = dict(zip(reads[0], (target, *left.values()), strict=True))
-    values: dict[str, np.ndarray] = {}
-    for name, truth in truths.items():
-        triples = [interval_of_r2(truth, read[name], cluster) for read in reads]
-        values[name], values[f"{name}, low"], values[f"{name}, high"] = np.array(triples).T
-    bands = {"95 % interval over sequences": ("{}, low", "{}, high")}
-    points = {"exact belief": target, "read-out": reads[int(values["R2"].argmax())]["R2"], best: predicted[best]}
-    ablated = without_attention(subject, batch)
-    if ablated is not None:
-        tell("mean-ablated attention", 0, 1)
-        read = [held_out(x, target, cluster) for x in _read(ablated, batch, tokens, symbols.shape[1] - half)[0]]
-        values["R2 with mean-ablated attention"] = np.array([_r2(target, one) for one in read])
-    drawn: dict[str, list[list[float]]] = {name: [] for name in truths}
+    reads, values = layers(own, "reading the belief", target, [*known]), {}
+    for name in known:
+        spans = [interval_of_r2(*(of[fitted] for of in layer[name]), late) for layer in reads]
+        values[name], values[f"{name}, low"], values[f"{name}, high"] = np.array(spans).T
+    top = int(values["R2"].argmax())
+    by_place = {"R2 of the belief": reads[top]["R2"]}
+    if len(worlds) > 1:
+        mixed, guess = (rows(of) for of in mixture(worlds, symbols))
+        of_mixture = layers(own, "reading the mixture's belief", mixed, ["R2"])
+        values[MIXED] = np.array([r2(*(of[fitted] for of in layer["R2"])) for layer in of_mixture])
+        by_place[MIXED] = of_mixture[int(values[MIXED].argmax())]["R2"]
+        counters["who knows that it is one of them"] = guess
+    few = np.flatnonzero(fitted)[np.random.default_rng(seed).permutation(int(fitted.sum()))[:SHOWN]]
+    points = {"exact belief": target[few], "read-out": np.stack([layer["R2"][1][few] for layer in reads]),
+              best: read[best][few]}  # fmt: skip
+    if controls:
+        tell("shuffled order", 0, 1)
+        rng = np.random.default_rng([seed, 5])
+        mixed_up = symbols.gather(1, torch.from_numpy(np.argsort(rng.random(symbols.shape), 1)))
+        again = _batch(written(subject, mixed_up, count, rendering, seed)[0], asked[half:])
+        y = _exact(worlds, which, mixed_up)[0][:, half:].reshape(len(late), -1)
+        others = {SHUFFLED: (subject, again, y), ABLATED: (without_attention(subject, second), second, target[fitted])}
+        for name, (other, read_from, truth) in others.items():
+            if other is not None:
+                layered = layers(_read(other, read_from)[0], name.removeprefix("R2 "), truth, ["R2"])
+                values[name] = np.array([r2(*layer["R2"]) for layer in layered])
+    drawn: dict[str, list[np.ndarray]] = {"R2": [], ALL: []}
     with subject.controls() as control:
         for i in range(controls):
-            copy = layers(
-                _read(control(seed + i), batch, tokens, symbols.shape[1] - half)[0], f"untrained copy {i + 1}"
-            )
-            for name, truth in truths.items():
-                drawn[name].append([_r2(truth, read[name]) for read in copy])
+            streams = _read(control(seed + i), second)[0]
+            copy = layers(streams, f"untrained copy {i + 1}", target[fitted], [*drawn])
+            for name in drawn:
+                drawn[name].append(np.array([r2(*layer[name]) for layer in copy]))
             if not i:
-                points["untrained copy"] = copy[int(np.argmax(drawn["R2"][0]))]["R2"]
+                layer = int(drawn["R2"][0].argmax())
+                found["untrained copy"] = float(drawn["R2"][0][layer])
+                points["untrained copy"] = copy[layer]["R2"][1][(np.cumsum(fitted) - 1)[few]]
         control(None)
+    bands = {"95 % interval over sequences": ("{}, low", "{}, high")}
     if controls:
         for name, every in drawn.items():
             values[f"{name}, lowest of untrained copies"] = np.min(every, 0)
             values[f"{name}, highest of untrained copies"] = np.max(every, 0)
         bands["untrained copies"] = ("{}, lowest of untrained copies", "{}, highest of untrained copies")
-    answers = {
-        "the model": _kl(predictive, said.reshape(predictive.shape)),
-        "an even answer": _kl(predictive, np.full_like(predictive, 1 / predictive.shape[2])),
-    }
-    answers |= {f"counts of order {k}": _kl(predictive, features[f"counts of order {k}"]) for k in ORDERS}
-    few = np.random.default_rng(seed).permutation(len(target))[:250]  # what a picture shows
+    use, depth = None, len(subject.blocks)
+    if rendering != "anew" or subject.tokenizer is None:
+        held = [name for name in ("R2", ALL) if values[f"{name}, low"].max() > 0]
+        chosen = sorted({min(int(values[name].argmax()), depth - 1) for name in held or ["R2"]})
+        last = symbols.numpy()[:, half:] + count * which[:, None]
+        use = used(subject, second, tokens, {layer: own[layer].float().numpy()[fitted] for layer in chosen},
+                   target[fitted], answer[fitted], last.ravel(), late, seed)  # fmt: skip
+    lines = {f"last {k} symbols": found[f"last {k} symbols"] for k in (2, 3, 6)}
+    beside = {"R2": lines | {name: values[name] for name in (SHUFFLED, ABLATED) if name in values}}
+    who = called(subject)
     return Beliefs(
-        f"{called(subject)}, belief about {world.title} in {sequences} sequences of {symbols.shape[1]} symbols",
+        f"{who}, belief about {title} in {sequences} sequences of {length} symbols",
         {"layer": tuple(range(len(own)))},
         values,
         bands=bands,
-        attrs={"sequences": sequences, "symbols": symbols.shape[1], "rows": len(target), "mass of the symbols": mass,
-               "best rival": best, "draws": controls, "world": world.title},
-        rivals=r2,
-        answers=answers,
-        points={name: rows[few] for name, rows in points.items()},
+        attrs={"sequences": sequences, "symbols": length, "rows": len(late), "best rival": best, "draws": controls,
+               "world": title, "rendering": rendering, "seed": seed, **_overall(answer[fitted], said[fitted], late),
+               "mass of the symbols": float(mass[fitted].mean())},
+        beside=beside,
+        rivals=found,
+        answers=_answers(who, np.tile(places, sequences), length, cluster, answer, said, mass, counters, by_place),
+        used=use,
+        points=points,
     )  # fmt: skip
 
 
-def long(world: World | str, length: int) -> World:
-    """A world whose sequences have `length` symbols and a belief. Raises UserError for one that has not."""
-    from llmgeom.wind_tunnels import load_world
-
-    world = load_world(world) if isinstance(world, str) else world
-    if length < 16:
-        raise UserError(f"{length} symbols of {world.title}: expected 16 or more")
-    world = world.showing(length)
-    if world.features or world.header or len(world.query) != world.length:
-        raise UserError(
-            f"{world.title}: expected a world that shows one symbol a step and nothing else, such as edge-hmm"
-        )
-    few: Any = world.sample(2, 0).inputs
-    if world.log_belief(few.data) is None:
-        raise UserError(f"{world.title} has no hidden state to hold a belief about; edge-hmm has one")
-    return world
+def _exact(worlds: Sequence[World], which: np.ndarray, symbols: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """`exact` of each sequence under its own world."""
+    parts = [exact(world, symbols[torch.from_numpy(which == j)]) for j, world in enumerate(worlds)]
+    found = []
+    for i in (0, 1):
+        whole = np.empty((len(symbols), *parts[0][i].shape[1:]))
+        for j, part in enumerate(parts):
+            whole[which == j] = part[i]
+        found.append(whole)
+    return found[0], found[1]
 
 
-def written(
-    subject: Any, symbols: Tensor, vocabulary: int, rendering: str, seed: int
-) -> tuple[Tensor, list[int], Tensor]:
-    """The sequences as tokens: ids [sequence place], the place of each symbol, and [sequence symbol] the token of each
-    symbol of the world: capital letters, the same in all sequences, since a linear read-out cannot know which letter of
-    another sequence stands for which symbol (drawn anew for each, SmolLM2's R2 was below 0 at every layer). A wind
-    tunnel reads the symbols themselves."""
-    if rendering not in RENDERINGS:
-        raise unknown("rendering", rendering, RENDERINGS)
-    if subject.tokenizer is None:
-        return symbols, list(range(symbols.shape[1])), torch.arange(vocabulary).expand(len(symbols), -1)
-    encode = lambda text: subject.tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
-    first = subject.tokenizer("a")["input_ids"][: special_tokens(subject.tokenizer)[0]]
-    between = RENDERINGS[rendering]
-    cut = between.rstrip(" ") if between != "\n" else between  # what stands between two symbols as tokens of its own
-    space = between.endswith(" ")
-    before = encode(cut) if cut else []
-    single = [ids[0] for letter in "ABCDEFGHJKLMNOPQRSTUVWXYZ" if len(ids := encode(" " * space + letter)) == 1]
-    if len(single) < vocabulary:
-        raise UserError(f"{subject.name} has {len(single)} capital letters of one token; the world needs {vocabulary}")
-    rng = np.random.default_rng([seed, 7])
-    tokens = torch.tensor(rng.choice(single, vocabulary, replace=False)).expand(len(symbols), -1)
-    step = len(before) + 1
-    ids = torch.zeros(len(symbols), len(first) + step * symbols.shape[1], dtype=torch.int64)
-    ids[:, : len(first)] = torch.tensor(first)
-    places = [len(first) + step * i + len(before) for i in range(symbols.shape[1])]
-    for j, token in enumerate(before):
-        ids[:, [place - len(before) + j for place in places]] = token
-    ids[:, places] = tokens.gather(1, symbols)
-    limit = subject.facts["positions"]
-    if limit is not None and ids.shape[1] > limit:
-        raise UserError(f"{ids.shape[1]} tokens a sequence: {subject.name} reads {limit}; ask for fewer symbols")
-    return ids, places, tokens
+def _overall(answer: np.ndarray, said: np.ndarray, cluster: np.ndarray) -> dict[str, tuple[float, float, float]]:
+    """Resolution and weight of evidence of the answers, each with its interval over sequences."""
+    w = Weighing(_log(answer), np.log(said), cluster)
+    lost = interval_of_ratio(w.left, w.even, cluster)
+    span = jackknife(lambda at: weight(w.z[at], w.e[at]), np.arange(len(said)), cluster)
+    return {"resolution": (1 - lost[0], 1 - lost[2], 1 - lost[1]),
+            "weight of evidence": (weight(w.z, w.e), span.low, span.high)}  # fmt: skip
 
 
-def rivals(world: World, symbols: np.ndarray, start: int) -> dict[str, np.ndarray]:
-    """Reader -> [sequence symbol feature], from symbol `start` on: beliefs of suffix readers, counts, filters."""
-    count, width = world.vocabulary, symbols.shape[1]
-    found: dict[str, np.ndarray] = {}
-    for k in SUFFIXES:  # the exact belief after the last k symbols alone
-        windows = np.lib.stride_tricks.sliding_window_view(symbols, k, axis=1)[:, start - k + 1 :]
-        flat, back = np.unique(windows.reshape(-1, k), axis=0, return_inverse=True)
-        log_belief: Any = world.showing(k).log_belief(torch.from_numpy(flat.copy()))
-        found[f"last {k} symbol{'s' * (k > 1)}"] = log_belief[:, -1].exp().numpy()[back.ravel()].reshape(
-            len(symbols), width - start, -1
-        )  # fmt: skip
-    for k in ORDERS:
-        found[f"counts of order {k}"] = _counts(symbols, k, count)[:, start:]
-    one_hot = np.eye(count)[symbols]
-    states = np.zeros((len(symbols), len(DECAYS), count))
-    filters = np.empty((len(symbols), width, len(DECAYS) * count))
-    for i in range(width):
-        states = states * np.array(DECAYS)[:, None] + one_hot[:, i, None]
-        filters[:, i] = (states * (1 - np.array(DECAYS)[:, None])).reshape(len(symbols), -1)
-    found["six exponential filters"] = filters[:, start:]
-    return found
+def _answers(
+    who: str, place: np.ndarray, length: int, cluster: np.ndarray, answer: np.ndarray, said: np.ndarray,
+    mass: np.ndarray, readers: Mapping[str, np.ndarray], by_place: Mapping[str, Any],
+) -> Compared:  # fmt: skip
+    """The answers by position, beside those of readers."""
+    edges = [edge for edge in (*EDGES, *range(512, length, 256)) if edge < length] + [length]
+    bins = [np.flatnonzero((place >= a) & (place < b)) for a, b in pairwise(edges)]
+    log_q = {"": np.log(said), "an even answer": np.full_like(answer, -np.log(answer.shape[1]))}
+    log_q |= {name: _log(x) for name, x in readers.items()}
+    lost = {name: bits(kl(_log(answer), x)) for name, x in log_q.items()}
+    values: dict[str, np.ndarray] = {KL: np.array([lost[""][at].mean() for at in bins])}
+    ends = [mean_intervals(lost[""][None, at], cluster[at])[0] for at in bins]
+    values[f"{KL}, low"], values[f"{KL}, high"] = np.array(ends).T
+    for name, (truth, read) in by_place.items():
+        spans = [interval_of_r2(truth[at], read[at], cluster[at]) for at in bins]
+        values[name], values[f"{name}, low"], values[f"{name}, high"] = np.array(spans).T
+    overall = [_overall(answer[at], said[at], cluster[at]) for at in bins]
+    for name in overall[0]:
+        values[name], values[f"{name}, low"], values[f"{name}, high"] = np.array([one[name] for one in overall]).T
+    values["mass of the symbols"] = np.array([mass[at].mean() for at in bins])
+    others = {name: np.array([x[at].mean() for at in bins]) for name, x in lost.items() if name}
+    least = min((name for name in others if name.startswith("counts")), key=lambda name: others[name][-1])
+    drawn = {name: x for name, x in others.items() if name == least or not name.startswith("counts")}
+    return Compared(
+        f"{who}, its next symbol by position",
+        {"symbols seen": tuple(edges[1:])},
+        values | {f"KL of {name}": x for name, x in others.items()},
+        units={KL: "bits"} | {f"KL of {name}": "bits" for name in others},
+        bands={"95 % interval over sequences": ("{}, low", "{}, high")},
+        attrs={"best counter": least},
+        beside={KL: drawn, "R2 of the belief": {name: values[name] for name in by_place if name == MIXED}},
+        log=True,
+    )
 
 
-def _counts(symbols: np.ndarray, order: int, count: int) -> np.ndarray:
-    """[sequence symbol next]: frequencies, 1/2 added to each, of what has followed the last `order` symbols so far."""
-    found = np.empty((*symbols.shape, count))
-    for s, row in enumerate(symbols):
-        seen: dict[tuple[int, ...], np.ndarray] = {}
-        for i in range(len(row)):
-            context = tuple(row[i - order : i]) if order else ()
-            if i >= order:
-                seen.setdefault(context, np.full(count, 0.5))[row[i]] += 1
-            now = seen.get(tuple(row[i - order + 1 : i + 1]) if order else (), np.full(count, 0.5))
-            found[s, i] = now / now.sum()
-    return found
-
-
-def held_out(x: np.ndarray, y: np.ndarray, cluster: np.ndarray) -> np.ndarray:
-    """[row column] of y, predicted from x by ridge regression fitted on the sequences of other folds.
-
-    Of the other folds one chooses the penalty of each column, and all three fit with it.
-    """
-    found, fold = np.empty_like(y, dtype=np.float64), cluster % FOLDS
-    x = np.asarray(x, dtype=np.float64)
-    for k in range(FOLDS):
-        here, choosing = fold == k, fold == (k + 1) % FOLDS
-        inner = ~(here | choosing)
-        guesses = _ridge(x[inner], y[inner], x[choosing], PENALTIES)
-        best = np.square(guesses - y[choosing]).sum(1).argmin(0)
-        for penalty in np.unique(best):
-            columns = best == penalty
-            found[np.ix_(here, columns)] = _ridge(x[~here], y[~here][:, columns], x[here], PENALTIES[[penalty]])[0]
-    return found
-
-
-def less(y: np.ndarray, x: np.ndarray, cluster: np.ndarray) -> np.ndarray:
-    """What least squares on x, fitted on the sequences of other folds, leaves of each column of y.
-
-    With stream and belief both less what a reader knows, a read-out of one from the other is the partial regression
-    (Frisch and Waugh 1933): R2 is 1 where the stream holds the belief, and 0 where it holds the reader's knowledge
-    alone. The belief's rest read from the whole stream would be small even where the stream holds the exact belief.
-    """
-    found, fold, x = np.empty_like(y, dtype=np.float64), cluster % FOLDS, np.column_stack([np.ones(len(x)), x])
-    for k in range(FOLDS):
-        weights = np.linalg.lstsq(x[fold != k], y[fold != k], rcond=1e-9)[0]
-        found[fold == k] = y[fold == k] - x[fold == k] @ weights
-    return found
-
-
-def _ridge(x: np.ndarray, y: np.ndarray, new: np.ndarray, penalties: np.ndarray) -> np.ndarray:
-    """[penalty row column] of predictions at `new`."""
-    centre, spread = x.mean(0), x.std(0)
-    spread = np.where(spread > 1e-8 * max(float(spread.max()), 1e-300), spread, np.inf)
-    z, at, level = (x - centre) / spread, (new - centre) / spread, y.mean(0)
-    gram = torch.from_numpy(z.T @ z / len(z))
-    penalised = gram + torch.from_numpy(penalties)[:, None, None] * torch.eye(len(gram), dtype=torch.float64)
-    onto = torch.from_numpy(z.T @ (y - level) / len(z)).expand(len(penalties), -1, -1)
-    return at @ torch.cholesky_solve(onto, torch.linalg.cholesky(penalised)).numpy() + level
-
-
-def interval_of_r2(truth: np.ndarray, read: np.ndarray, cluster: np.ndarray) -> tuple[float, float, float]:
-    """R2 pooled over rows and states, and Student's 95 % interval of its jackknife over sequences."""
-    count = cluster.max() + 1
-    spread = np.square(truth - truth.mean(0)).sum(1)
-    missed = np.square(truth - read).sum(1)
-    of = [np.bincount(cluster, weights=numbers, minlength=count) for numbers in (missed, spread)]
-    value = 1 - of[0].sum() / of[1].sum()
-    left = 1 - (of[0].sum() - of[0]) / (of[1].sum() - of[1])
-    half = student.ppf(0.975, count - 1) * math.sqrt((count - 1) * left.var())
-    return float(value), float(value - half), float(value + half)
-
-
-def _r2(truth: np.ndarray, read: np.ndarray) -> float:
-    return float(1 - np.square(truth - read).sum() / np.square(truth - truth.mean(0)).sum())
-
-
-def _kl(exact: np.ndarray, answer: np.ndarray) -> float:
-    """Mean bits of KL(exact || answer)."""
-    return float((exact * (np.log2(exact.clip(1e-300)) - np.log2(answer.clip(1e-12)))).sum(-1).mean())
+def _log(p: np.ndarray) -> np.ndarray:
+    with np.errstate(divide="ignore"):
+        return np.log(p)
 
 
 def _batch(ids: Tensor, places: Sequence[int]) -> Batch:
@@ -331,19 +320,21 @@ def _batch(ids: Tensor, places: Sequence[int]) -> Batch:
     return Batch(Tokens(ids, torch.full((len(ids),), ids.shape[1])), names, source, query.expand(ids.shape))
 
 
-def _read(subject: Any, batch: Batch, tokens: Tensor, symbols: int) -> tuple[list[np.ndarray], np.ndarray, float]:
-    """[layer] of [row d_model], the residual stream at the symbols; [row symbol] the model's next symbol, over the
-    symbols alone; and the mean probability that these have together."""
+def _read(subject: Any, batch: Batch, tokens: Tensor | None = None) -> tuple[list[Tensor], Any, Any]:
+    """[layer] of [row d_model], the residual stream where symbols are predicted; with tokens also [row symbol] the
+    model's next symbol, over the symbols alone, and [row] the probability that these have together."""
     every: list[list[Tensor]] = []
-    said, mass = [], []
+    log_p = []
     for i in range(len(batch)):  # one sequence at a time: a row of log-probabilities is as wide as the vocabulary
-        seen = subject.capture(batch.take([i]), {Site.RESIDUAL, Site.LOG_PROBS})
-        every.append([stream.float().cpu() for stream in seen.layers(Site.RESIDUAL)])
-        p = seen.log_probs[:, tokens[i].to(seen.log_probs.device)].double().exp().cpu()
-        mass.append(float(p.sum(1).mean()))
-        said.append(p / p.sum(1, keepdim=True))
-    layers = [torch.cat([one[layer] for one in every]).numpy() for layer in range(len(every[0]))]
-    return layers, torch.cat(said).numpy(), float(np.mean(mass))
+        seen = subject.capture(batch.take([i]), {Site.RESIDUAL} if tokens is None else {Site.RESIDUAL, Site.LOG_PROBS})
+        every.append([stream.cpu() for stream in seen.layers(Site.RESIDUAL)])
+        if tokens is not None:
+            log_p.append(seen.log_probs[:, tokens[i].to(seen.log_probs.device)].double().cpu())
+    layers = [torch.cat([one[layer] for one in every]) for layer in range(len(every[0]))]
+    if tokens is None:
+        return layers, None, None
+    said = torch.cat(log_p)
+    return layers, said.softmax(1).numpy(), said.exp().sum(1).numpy()
 
 
 def without_attention(subject: Any, batch: Batch) -> Any:

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from llmgeom.sampling import Generator, uniforms, with_another_symbol
+from llmgeom.wind_tunnels.worlds.hmm import HMM
 from llmgeom.world import Sequences, World
 
 ROUNDING = 1e-6  # a matrix in float32 sums to 1 within 1e-7
@@ -31,12 +32,13 @@ class EdgeHMM(World):
     - rrxor (Shai et al.): two random bits, then their exclusive or; a sequence starts at an unknown one of the three.
       Five states and two symbols. A linear map of the distribution of the next observation gives .25 of the belief's
       variance, and no function of it more than .48 (40,000 queries of 10 steps).
+    - hmm: three states and symbols, whose moves and emissions are those of the world `hmm:fixed=true`.
     - mess3+rrxor: both side by side, a symbol for each pair of symbols. The belief is the product of both beliefs.
 
     A subclass in a file of your own overrides `matrices`; `--task FILE:CLASS` reads it.
 
     Attributes:
-        process: mess3, rrxor, or several with + between.
+        process: mess3, rrxor, hmm, or several with + between.
         stay, emit: Of mess3, see there.
         steps: K observations, each a query for the next one.
         horizon: The training loss covers the first `horizon` observations; 0: all.
@@ -126,6 +128,9 @@ class EdgeHMM(World):
     def log_predictive(self, inputs: Tensor) -> Tensor:
         return self._next(self.log_belief(inputs).exp())
 
+    def log_first(self) -> Tensor:
+        return self._next(self.first())
+
     def _next(self, belief: Tensor) -> Tensor:
         """log P(o_t+1) under beliefs [... state] about s_t."""
         return (belief @ _chain(self, belief.device)[0].sum(2).T).log()
@@ -161,7 +166,15 @@ def rrxor(task: EdgeHMM) -> Float[Tensor, "symbol state state"]:
     return moves
 
 
-PROCESSES = {"mess3": mess3, "rrxor": rrxor}
+def hidden(task: EdgeHMM) -> Float[Tensor, "symbol state state"]:
+    """Moves and emissions of the world `hmm:fixed=true`, T^x_ij = T_ij E_jx; see `EdgeHMM`."""
+    hmm = HMM(fixed=True)
+    (both,) = hmm.hypothesis(1, torch.Generator()).double() / 100
+    move, emit = both.split([hmm.states, hmm.symbols], 1)
+    return move * emit.T[:, None]
+
+
+PROCESSES = {"mess3": mess3, "rrxor": rrxor, "hmm": hidden}
 
 
 @functools.lru_cache(maxsize=32)

@@ -1,0 +1,148 @@
+"""Is a belief that can be read out used? Patches and steps of the residual stream that change the belief alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmgeom.batch import Batch
+from llmgeom.model.capture import Site
+from llmgeom.model.edits import Resume, Where
+from llmgeom.model.resume import clean_pass
+from llmgeom.progress import tell
+from llmgeom.stats.partial_ridge import FOLDS, interval_of_ratio
+from llmgeom.verbs.reading import Reading
+
+PLACES, DONORS, RANDOM = 4, 2, 4  # last symbols of a sequence that are edited, donors of each, random directions
+POOL = 256  # positions of other sequences among which a donor is chosen
+LEAST = 0.02  # total variation: donors whose exact answers differ less cannot show whether the belief is used
+PATCH, SAME, BELIEF = "stream of another belief", "stream of the same belief", "along the belief"
+KERNEL, CHANCE = "along the kernel", "random, as long"
+
+
+def used(
+    subject: Any, batch: Batch, tokens: Tensor, streams: dict[int, np.ndarray], belief: np.ndarray, answer: np.ndarray,
+    group: np.ndarray, cluster: np.ndarray, seed: int,
+) -> Reading | None:  # fmt: skip
+    """How far the answer moves where the residual stream is moved to another belief, as a share of the exact move.
+
+    At the last symbols of each sequence one layer's input becomes that of a position of another sequence with the same
+    last symbol and another belief ("stream of another belief"), or moves along the belief: by (b' - b) A, where A is
+    the regression of the stream on the belief given the last symbol, in sequences of other folds. With p the model's
+    distribution over the symbols and q the exact one, `moved` is sum (p' - p) . (q' - q) / sum |q' - q|^2, and `size`
+    the root of sum |p' - p|^2 / sum |q' - q|^2. The kernel of the emission matrix has the directions of the belief
+    that leave the next symbol's distribution as it is: there the exact move is 0. It and random directions are as long
+    as the step along the belief.
+
+    Args:
+        batch: The sequences, queried where symbols are predicted. tokens: [sequence symbol].
+        streams: Layer -> [row coordinate] its input; the rows are the last ones of each sequence, in order.
+        belief, answer: [row ...] exact ones.
+        group: [row] rows of one group have the same last symbol.
+        cluster: [row] the sequence.
+
+    Returns:
+        Over edits; None where the last symbol determines the exact answer.
+    """
+    rng, sequences, per = np.random.default_rng([seed, 11]), len(batch), len(belief) // len(batch)
+    rows = np.array([(s + 1) * per - PLACES + j for s in range(sequences) for j in range(PLACES)])
+    apart, alike = [], []
+    for row in rows:
+        pool = np.flatnonzero((group == group[row]) & (cluster != cluster[row]))
+        pool = rng.permutation(pool)[:POOL]
+        if len(pool) < DONORS:
+            return None
+        apart.append(pool[np.argsort(-np.abs(answer[pool] - answer[row]).sum(1), kind="stable")[:DONORS]])
+        alike.append(pool[np.argsort(np.abs(belief[pool] - belief[row]).sum(1), kind="stable")[:DONORS]])
+    donors, same = np.array(apart).T, np.array(alike).T  # [donor row]
+    exact = answer[donors] - answer[rows]
+    if np.abs(exact).sum(-1).mean() / 2 < LEAST:
+        return None
+    change = belief[donors] - belief[rows]
+    kernel = _kernel(belief, answer)
+    assert batch.query is not None
+    last = batch.query & (batch.query.int().flip(1).cumsum(1).flip(1) <= PLACES)
+    asked = replace(batch, query=last)
+    clean = clean_pass(subject, asked)
+    moved: dict[str, list[np.ndarray]] = {}
+    for layer, x in streams.items():
+        x = x.astype(np.float64)
+        design = np.column_stack([belief, group[:, None] == np.unique(group)])
+        along, at_last = np.empty((*change.shape[:2], x.shape[1])), cluster[rows] % FOLDS
+        hidden = along.copy()
+        for k in range(FOLDS):
+            fit = np.linalg.lstsq(design[cluster % FOLDS != k], x[cluster % FOLDS != k], rcond=1e-9)[0]
+            mine = at_last == k
+            along[:, mine] = change[:, mine] @ fit[: belief.shape[1]]
+            hidden[:, mine] = change[:, mine] @ kernel @ fit[: belief.shape[1]]
+        steps = {PATCH: [x[donors] - x[rows]], SAME: [x[same] - x[rows]], BELIEF: [along]}
+        if np.abs(kernel).max() > 1e-6:
+            steps[KERNEL] = [_as_long(hidden, along)]
+        steps[CHANCE] = [_as_long(rng.standard_normal(along.shape), along) for _ in range(RANDOM)]
+        first = last.int().argmax(1)
+        resume = None if clean is None else Resume(clean, layer, first)
+        before = _answers(subject, asked, tokens, layer, np.zeros((len(rows), x.shape[1])), 0, resume)
+        for name, draws in steps.items():
+            found = np.empty((len(draws), *exact.shape))
+            for i, j in np.ndindex(len(draws), DONORS):
+                tell(f"{name}, layer {layer}", i * DONORS + j, len(draws) * DONORS)
+                for place in range(PLACES):
+                    after = _answers(subject, asked, tokens, layer, draws[i][j], place, resume)
+                    found[i, j, place::PLACES] = (after - before)[place::PLACES]
+            moved[f"layer {layer}: {name}"] = [(found * exact).sum(-1).mean(0), np.square(found).sum(-1).mean(0)]
+    below, of = np.square(exact).sum(-1).ravel(), np.tile(cluster[rows], DONORS)
+    table = [[*interval_of_ratio(a.ravel(), below, of), *interval_of_ratio(b.ravel(), below, of)]
+             for a, b in moved.values()]  # fmt: skip
+    columns = np.array(table).T
+    columns[3:] = np.sqrt(columns[3:].clip(0))
+    names = [f"{name}{end}" for name in ("moved", "size") for end in ("", ", low", ", high")]
+    return Reading(
+        "What moves the answer",
+        {"edit": tuple(range(len(moved)))},
+        dict(zip(names, columns, strict=True)),
+        units=dict.fromkeys(("moved", "size"), "of the exact move"),
+        ticks={"edit": tuple(moved)},
+        bands={"95 % interval over sequences": ("{}, low", "{}, high")},
+        attrs={"edited positions": len(rows), "donors": DONORS, "random directions": RANDOM,
+               "exact move": float(np.abs(exact).sum(-1).mean() / 2), "kernel": bool(np.abs(kernel).max() > 1e-6)},
+    )  # fmt: skip
+
+
+def _kernel(belief: np.ndarray, answer: np.ndarray) -> np.ndarray:
+    """[state state] projection of changes of the belief on those that leave the next symbol's distribution as it is."""
+    _, size, axes = np.linalg.svd(belief - belief.mean(0), full_matrices=False)
+    axes = axes[size > 1e-9 * size.max()]  # changes of a belief sum to 0
+    onto = np.linalg.lstsq(belief @ axes.T - (belief @ axes.T).mean(0), answer - answer.mean(0), rcond=None)[0]
+    left, values, _ = np.linalg.svd(onto)
+    still = left[:, [i >= len(values) or values[i] < 1e-6 * values.max() for i in range(len(left))]]
+    return axes.T @ still @ still.T @ axes
+
+
+def _as_long(steps: np.ndarray, like: np.ndarray) -> np.ndarray:
+    """The same directions, as long as other steps."""
+    norms = [np.linalg.norm(of, axis=-1, keepdims=True) for of in (steps, like)]
+    return steps * (norms[1] / np.maximum(norms[0], 1e-300))
+
+
+def _answers(
+    subject: Any, batch: Batch, tokens: Tensor, layer: int, steps: np.ndarray, place: int, resume: Resume | None
+) -> np.ndarray:
+    """[row symbol] the model's distribution over the symbols where `steps` [row coordinate] are added at one of the
+    queried places of each sequence."""
+    assert batch.query is not None
+    at = torch.stack([query.nonzero()[place, 0] for query in batch.query])
+    mine = torch.from_numpy(steps[place::PLACES])
+
+    def moved(x: Tensor, where: Where) -> Tensor:
+        line, position = (where.position.cpu() == at[where.prompt.cpu()][:, None]).nonzero(as_tuple=True)
+        line, position = line.to(x.device), position.to(x.device)
+        x[line, position] += mine[where.prompt.cpu()][line.cpu()].to(x)
+        return x
+
+    edited = subject.edit("residual", moved, layers=layer, spec={"belief": place})
+    log_probs = edited.capture(batch, Site.LOG_PROBS, resume=resume).log_probs.double().cpu()
+    return log_probs.gather(1, tokens.repeat_interleave(PLACES, 0)).softmax(1).numpy()
