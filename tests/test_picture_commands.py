@@ -105,7 +105,7 @@ def test_beliefs_in_context(subject, tmp_path):
     assert f"{'last 2 symbols':<28}{found.rivals['last 2 symbols']:>8.3f}" in seen.output
     at = found.used.ticks["edit"].index(f"layer {min(layer, 3)}: along the belief")
     assert f"along the belief {found.used['moved'][at]:.2f} [" in seen.output
-    assert (tmp_path / "report.html").read_text(encoding="utf-8").count('class="plotly-graph-div"') == 8
+    assert (tmp_path / "report.html").read_text(encoding="utf-8").count('class="plotly-graph-div"') == 7
     refused = CliRunner().invoke(main, ["evidence", "--length", "32", *MODEL])
     assert refused.exit_code == 1 and "give one --process" in refused.output
 

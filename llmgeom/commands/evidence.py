@@ -126,7 +126,7 @@ def main(settings: RunConfig, output: JobOutput) -> int:
 def in_context(subject: Model, settings: RunConfig) -> Shown:
     """Beliefs about one long sequence after another, what simpler readers know, and whether the answer uses them."""
     from llmgeom.verbs.belief_use import BELIEF, CHANCE, PATCH
-    from llmgeom.verbs.beliefs import ABLATED, ALL, BEST, KL, SHUFFLED
+    from llmgeom.verbs.beliefs import ABLATED, ALL, KL, SHUFFLED
 
     several = settings.processes if len(settings.processes) > 1 else settings.processes[0]
     options = {"length": settings.length, "controls": settings.nulls, "seed": settings.seed}
@@ -141,34 +141,37 @@ def in_context(subject: Model, settings: RunConfig) -> Shown:
     copies = found.values.get(f"{ALL}, highest of untrained copies", found[ALL] * 0).max()
     enough = [name for name in found.rivals if name.startswith("last") and found.rivals[name] >= found["R2"][layer]]
     if found[f"{ALL}, low"][beyond] > max(copies, 0):
-        said = "It is there beyond what every rival knows: of what they leave together the stream has"
+        said = "It goes beyond what all rivals know: of what they leave together the stream has"
     elif enough:
         said = f"A short memory does as well ({enough[0]}: {found.rivals[enough[0]]:.3f}): beyond all rivals there is"
     else:
         said = f"The best rival, {best}, has {found.rivals[best]:.3f}, and beyond all rivals nothing is shown: there is"
+    sentence = (
+        f"The exact belief is read out with R2 {spans(found, 'R2', layer)} in layer {layer}, held out by sequence. "
+        f"{said} {spans(found, ALL, beyond)} (partial R2, layer {beyond})."
+    )
     also = {"untrained copies": "R2, highest of untrained copies", "shuffled order": SHUFFLED, "no attention": ABLATED}
+    also["beyond all rivals, untrained copies"] = f"{ALL}, highest of untrained copies"
     controls = "; ".join(f"{name} {found[of].max():.3f}" for name, of in also.items() if of in found.values)
     counter = found.answers.attrs["best counter"]
     away = {name: found.answers[f"KL of {name}"][-1] for name in (counter, "an even answer")}
-    sentences = [
-        f"The exact belief is read out with R2 {spans(found, 'R2', layer)} in layer {layer}, held out by sequence. "
-        f"{said} {spans(found, ALL, beyond)} (partial R2, layer {beyond}; untrained copies at most {copies:.3f}).",
+    details = [
         f"Highest R2 of controls: {controls or 'none were asked for'}.",
-        f"At the end the next symbol is {spans(found.answers, KL, -1, 2)} bits from the exact one, {counter} "
-        f"{away[counter]:.2f}, an even answer {away['an even answer']:.2f}; the symbols have "
+        f"At the end the next symbol is {spans(found.answers, KL, -1)} bits from the exact one, {counter} "
+        f"{away[counter]:.3f}, an even answer {away['an even answer']:.3f}; the symbols have "
         f"{found.attrs['mass of the symbols']:.0%} of the probability.",
     ]
-    pictures = [(found, "R2"), (found.answers, KL), (found.answers, "R2 of the belief"), (found, ALL), (found, BEST)]
+    pictures = [(found, "R2"), (found, ALL), (found.answers, KL), (found.answers, "R2 of the belief")]
     if found.used is None:
-        sentences.append("Whether the belief is used is not asked: the last symbol says what comes next.")
+        details.append("Whether the belief is used is not asked: the last symbol says what comes next.")
     else:
         layer = min(layer, len(subject.blocks) - 1)
         moves = {name: found.used.ticks["edit"].index(f"layer {layer}: {name}") for name in (PATCH, BELIEF, CHANCE)}
         shares = "; ".join(f"{name} {spans(found.used, 'moved', at, 2)}" for name, at in moves.items())
-        sentences.append(f"Moved at the input of layer {layer}, the answer goes this share of the exact way: {shares}.")
+        details.append(f"Moved at the input of layer {layer}, the answer goes this share of the exact way: {shares}.")
         pictures += [(found.used, "moved"), (found.used, "size")]
     rows = [f"{name:<28}{r2:>8.3f}" for name, r2 in found.rivals.items()]
-    return Shown(sentences, pictures, ["", f"{'reader':<28}{'R2':>8}", *rows, ""], found.simplex())
+    return Shown([sentence], pictures, [*details, "", f"{'reader':<28}{'R2':>8}", *rows, ""], found.simplex())
 
 
 def prepare(settings: RunConfig) -> tuple[Path, list[Job]]:

@@ -97,7 +97,7 @@ class Beliefs(Compared):
 
         figure = make_subplots(
             -(-len(self.points) // 2), 2, subplot_titles=[title(name, best) for name in self.points],
-            horizontal_spacing=0.02, vertical_spacing=0.08,
+            horizontal_spacing=0.02, vertical_spacing=0.07,
         )  # fmt: skip
         for i, (name, rows) in enumerate(self.points.items()):
             x, y = ((rows[best] if name == "read-out" else rows) @ onto).T
@@ -108,8 +108,10 @@ class Beliefs(Compared):
             line = Scatter(x=np.cos(edge), y=np.sin(edge), mode="lines", line={"color": GREY, "width": 1},
                            showlegend=False, hoverinfo="skip")  # fmt: skip
             figure.add_trace(line, **where)
-            figure.update_xaxes(visible=False, range=[-1.15, 1.15], **where)
-            figure.update_yaxes(visible=False, range=[-1.0, 1.15], scaleanchor=f"x{i + 1}", **where)
+            figure.update_xaxes(visible=False, range=[-1.1, 1.1], **where)
+            figure.update_yaxes(
+                visible=False, range=[-0.6 if truth.shape[1] == 3 else -1.1, 1.1], scaleanchor=f"x{i + 1}", **where
+            )
         at = list(self.points).index("read-out")
         steps = []
         for layer, rows in enumerate(self.points["read-out"]):
@@ -118,14 +120,15 @@ class Beliefs(Compared):
             steps.append({"method": "update", "label": str(layer), "args": [{"x": [x], "y": [y]}, said, [2 * at]]})
         slider = {"active": best, "currentvalue": {"prefix": "layer "}, "steps": steps, "pad": {"t": 10}}
         figure.update_annotations(font_size=13)
-        figure = self._dressed(figure, 300 * -(-len(self.points) // 2))
-        return figure.update_layout(sliders=[slider], margin={"l": 10, "r": 10, "b": 60})
+        figure = self._dressed(figure, 310 * -(-len(self.points) // 2))
+        return figure.update_layout(sliders=[slider], margin={"l": 10, "r": 10, "t": 30, "b": 60})
 
 
 def beliefs(subject: Any, world: Any, sequences: int, length: int, rendering: str, controls: int, seed: int) -> Beliefs:
     """See `Verbs.beliefs`."""
-    worlds = [long(one, length) for one in ([world] if isinstance(world, World | str) else world)]
-    title = " or ".join(one.title for one in worlds)
+    given = [world] if isinstance(world, World | str) else [*world]
+    worlds = [long(one, length) for one in given]
+    title = " or ".join(one if isinstance(one, str) else one.title for one in given)
     least = max(LEAST, FOLDS * len(worlds))
     if sequences < least or controls < 0:
         raise UserError(
