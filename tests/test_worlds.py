@@ -69,6 +69,14 @@ def rrxor(steps):
     return brute.edges(moves, [1 / 3, 1 / 6, 1 / 6, 1 / 6, 1 / 6], steps)
 
 
+def hidden(steps):
+    """The moves and emissions of `hmm:fixed=true`: a state moves, then a symbol shows where it arrived."""
+    rows = (HMM(fixed=True).hypothesis(1, seeded("any", 0))[0].double() / 100).tolist()
+    moves = [[[rows[i][j] * rows[j][3 + x] for j in range(3)] for i in range(3)] for x in range(3)]
+    step = np.linalg.matrix_power(np.array([row[:3] for row in rows]), 200)
+    return brute.edges(moves, step[0].tolist(), steps)
+
+
 def stated(reliabilities, priors, steps):
     found = []
     for r, p in product(reliabilities, priors):
@@ -100,6 +108,7 @@ ENUMERATED = {
     "hmm-mixture:steps=4,stays=0.8,0.3,weights=2,1,reliability=0.7": lambda: mixture((0.8, 0.3), (2, 1), 0.7, 4),
     "edge-hmm:steps=3,stay=0.8": lambda: mess3(0.8, 0.85, 3),
     "edge-hmm:process=rrxor,steps=5": lambda: rrxor(5),
+    "edge-hmm:process=hmm,steps=3": lambda: hidden(3),
 }
 
 
