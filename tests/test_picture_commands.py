@@ -93,6 +93,19 @@ def test_patch_of_pairs(subject, tmp_path):
         assert f"[{low:.2f}, {high:.2f}] over 2 pairs" in seen.output
 
 
+def test_patch_of_the_edges_to_a_head(subject, tmp_path):
+    words = ["--clean", "A dog is big", "--corrupt", "A cat is big", "--answers", "and,the", "--at", "edges"]
+    seen = run("patch", *words, "--to", "1.2.key", "--metric", "log-probability", *MODEL, "--out", tmp_path)
+    assert seen.exit_code == 0, seen.output
+    options = {"at": "edges", "to": (1, 2, "key"), "metric": "log-probability"}
+    patch = subject.patch("A dog is big", "A cat is big", (" and", " the"), **options)
+    assert f"The log-probability of the answer 'and' is {patch.attrs['clean']:.2f} clean" in seen.output
+    layer, head = np.unravel_index(patch["restored"].argmax(), patch["restored"].shape)
+    assert layer == 0 and f"most: L{layer}H{head} {patch['restored'].max():.2f};" in seen.output
+    refused = CliRunner().invoke(main, ["patch", *words, "--to", "key", *MODEL])
+    assert refused.exit_code == 1 and "LAYER.HEAD.key" in refused.output
+
+
 def test_beliefs_in_context(subject, tmp_path):
     words = ["--process", "edge-hmm", "--length", 32, "--control-models", 1, "--surface", "words"]
     seen = CliRunner().invoke(main, ["evidence", *map(str, words), *MODEL])

@@ -452,3 +452,94 @@ def test_a_dose_curve_is_that_of_hooks_and_its_random_directions_are_matched(sub
         np.testing.assert_allclose(ends, [min(drawn), max(drawn)], atol=2e-4)
     with pytest.raises(UserError, match="layers 0 to"):
         subject.dose_curve(prompts, (11, 12), direction, 99)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("point", ["query", "key", "value", None])
+def test_an_edge_is_what_hooks_on_the_reader_do(subject, point):
+    """The sender's write is added to what one head's projection reads; for the answer, to the last residual stream."""
+    model, (right, wrong), (to, head), width = subject.model, (5, 9), (2, 1), subject.facts["head_dim"]
+    clean, corrupt = torch.tensor([[40, 41, 42, 43, 44]]), torch.tensor([[40, 51, 42, 43, 44]])
+    layers = model.model.layers
+    written: dict = {}
+
+    def keep(name, layer):
+        return lambda _, args: written.update({(name, layer): args[0].clone()})
+
+    for name, ids in (("clean", clean), ("corrupt", corrupt)):
+        hooks = [layer.self_attn.o_proj.register_forward_pre_hook(keep(name, i)) for i, layer in enumerate(layers)]
+        model(ids)
+        [hook.remove() for hook in hooks]
+
+    def difference(logits):
+        return float(logits[0, -1, right] - logits[0, -1, wrong])
+
+    def patched(layer, sender):
+        columns = slice(sender * width, (sender + 1) * width)
+        change = (written["clean", layer] - written["corrupt", layer])[..., columns]
+        change = change @ layers[layer].self_attn.o_proj.weight[:, columns].T
+        if point is None:
+            stream = []
+            hook = model.model.norm.register_forward_pre_hook(lambda _, args: stream.append(args[0]))
+            model(corrupt)
+            hook.remove()
+            return difference(model.lm_head(model.model.norm(stream[0] + change)))
+        block, inputs = layers[to], []
+        projection = getattr(block.self_attn, {"query": "q_proj", "key": "k_proj", "value": "v_proj"}[point])
+        shared = subject.facts["heads"] // subject.facts["kv_heads"]
+        mine = head if point == "query" else head // shared
+        columns = slice(mine * width, (mine + 1) * width)
+
+        def read(module, args, out):
+            out = out.clone()
+            moved = block.input_layernorm(inputs[0] + change) @ module.weight.T
+            out[..., columns] = moved[..., columns]
+            return out
+
+        hooks = [block.input_layernorm.register_forward_pre_hook(lambda _, args: inputs.append(args[0])),
+                 projection.register_forward_hook(read)]  # fmt: skip
+        found = difference(model(corrupt).logits)
+        [hook.remove() for hook in hooks]
+        return found
+
+    reading = subject.patch(
+        clean.tolist()[0],
+        corrupt.tolist()[0],
+        (right, wrong),
+        at="edges",
+        to=None if point is None else (to, head, point),
+    )
+    senders = range(len(layers) if point is None else to)
+    wanted = np.array([[patched(layer, sender) for sender in range(subject.facts["heads"])] for layer in senders])
+    np.testing.assert_allclose(reading["logit difference"][: len(wanted)], wanted, atol=2e-5)
+    assert np.ptp(wanted) > 5e-4 and (reading["logit difference"][len(wanted) :] == reading.attrs["corrupt"]).all()
+
+
+def test_a_metric_may_be_the_log_probability_or_a_function(subject):
+    clean, corrupt, answers = [40, 41, 42, 43, 44], [40, 51, 42, 43, 44], (5, 9)
+    both = [subject.patch(clean, corrupt, pair, metric="log-probability") for pair in (answers, answers[::-1])]
+    whole = subject.patch(clean, corrupt, answers)
+    apart = both[0]["log-probability"] - both[1]["log-probability"]
+    np.testing.assert_allclose(apart, whole["logit difference"], atol=1e-9)
+
+    def entropy(log_probs):
+        return -(log_probs.exp() * log_probs).sum(-1)
+
+    own = subject.patch(clean, corrupt, answers, metric=entropy)
+    assert own.attrs["clean"] == pytest.approx(float(subject.entropy([clean])[0]) * math.log(2), rel=1e-5)
+    assert own["restored"][0, 1] == pytest.approx(1, abs=1e-4), "the one token that differs carries all"
+    near = subject.patch(clean, corrupt, answers, metric=entropy, attribution=True)["entropy"]
+    assert np.corrcoef(near.ravel(), own["entropy"].ravel())[0, 1] > 0.5
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"metric": "loss"}, "unknown metric"),
+        ({"to": (1, 0, "key")}, "at='edges'"),
+        ({"at": "edges", "to": (0, 0, "key")}, "layers 1 to"),
+    ],
+)
+def test_patching_says_which_edge_or_metric_is_not_there(subject, options, said):
+    with pytest.raises(UserError, match=said):
+        subject.patch("a dog", "a cat", (1, 2), **options)

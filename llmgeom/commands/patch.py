@@ -39,7 +39,13 @@ class RunConfig(config.ChatConfig):
         None,
         "Many pairs: .csv or .jsonl with the columns clean, corrupt, answer, instead; all of one length in tokens.",
     )
-    at: Literal["residual", "attn_out", "mlp_out", "heads"] = prompt_flag("residual", "What is patched, of prompts.")
+    at: Literal["residual", "attn_out", "mlp_out", "heads", "edges"] = prompt_flag(
+        "residual", "What is patched, of prompts; edges: each head's direct path to the reader of --to."
+    )
+    to: str = prompt_flag("", "With --at edges: LAYER.HEAD.key (or query, value) that reads. [default: the answer]")
+    metric: Literal["logit difference", "log-probability"] = prompt_flag(
+        "logit difference", "Of the two answers, or of the first one."
+    )
     task: str | None = flag(None, "NAME or NAME:field=value,... [default: the task the model was trained on]")
     process: str | None = flag(None, "A process in text instead, e.g. two-point (`llmgeom list worlds`).")
     ks: tuple[int, ...] = flag(
@@ -87,7 +93,7 @@ def main(settings: RunConfig, output: JobOutput) -> int:
     if settings.clean or settings.corrupt or settings.pairs:
         refuse_beside_prompts(settings, output)
         return run(settings, output, lambda subject: look(subject, settings))
-    settings.refuse_unread(("answers", "at"), "no --clean, --corrupt or --pairs")
+    settings.refuse_unread(("answers", "at", "to", "metric"), "no --clean, --corrupt or --pairs")
     return prepare(settings).show(output, edges if settings.process else None)
 
 
@@ -119,11 +125,17 @@ def look(subject: Model, settings: RunConfig) -> Shown:
     else:
         clean, corrupt = [str(settings.clean)], [str(settings.corrupt)]
         answers = [tuple(following(subject, word) for word in settings.answers)]
-    patch = subject.patch(clean, corrupt, answers, at=settings.at)
-    rough = subject.patch(clean, corrupt, answers, at=settings.at, attribution=True)
-    ends = patch.attrs["clean"], patch.attrs["corrupt"]
-    sentences = [f"The logit difference of the two answers is {ends[0]:.2f} clean and {ends[1]:.2f} corrupt."]
-    pictures = [(patch, "logit difference")]
+    options: dict[str, Any] = {"at": settings.at, "metric": settings.metric}
+    if settings.to:
+        parts = settings.to.split(".")
+        if len(parts) != 3 or not (parts[0].isdigit() and parts[1].isdigit()):
+            raise UserError(f"--to {settings.to}: expected LAYER.HEAD.query, LAYER.HEAD.key or LAYER.HEAD.value")
+        options["to"] = (int(parts[0]), int(parts[1]), parts[2])
+    patch = subject.patch(clean, corrupt, answers, **options)
+    ends, measured = (patch.attrs["clean"], patch.attrs["corrupt"]), next(iter(patch.values))
+    of = "the two answers" if measured == "logit difference" else f"the answer {str(answers[0][0]).strip()!r}"
+    sentences = [f"The {measured} of {of} is {ends[0]:.2f} clean and {ends[1]:.2f} corrupt."]
+    pictures = [(patch, measured)]
     if "restored" in patch.values:
         across = [*patch.coords][1]
         ticks = patch.ticks.get(across, tuple(map(str, patch.coords[across])))
@@ -151,11 +163,15 @@ def look(subject: Model, settings: RunConfig) -> Shown:
                 f"The largest is {restored[named[0]]:.2f} [{low:.2f}, {high:.2f}] over {len(clean)} pairs"
                 + ("." if other is None else f"; another pair's prompt restores {other[layer, place]:.2f} there.")
             )
-        off = float(np.sqrt(np.mean((rough["restored"] - restored) ** 2)))
-        sentences.append(
-            f"Attribution patching, one pass and its gradients, is off by {off:.2f} (rms over {restored.size} places)."
-        )
-        pictures = [(patch, "restored"), (rough, "restored")]
+        pictures = [(patch, "restored")]
+        if settings.at != "edges":
+            rough = subject.patch(clean, corrupt, answers, **options, attribution=True)
+            off = float(np.sqrt(np.mean((rough["restored"] - restored) ** 2)))
+            sentences.append(
+                f"Attribution patching, one pass and its gradients, is off by {off:.2f} (rms over {restored.size} "
+                "places)."
+            )
+            pictures.append((rough, "restored"))
     return Shown(sentences, pictures)
 
 

@@ -142,6 +142,8 @@ class Verbs:
         *,
         at: str = "residual",
         attribution: bool = False,
+        metric: str | Callable[..., Any] = "logit difference",
+        to: tuple[int, int, str] | None = None,
     ) -> Reading:
         """Activation patching, layer by position or by head (Meng et al. 2022; denoising).
 
@@ -154,12 +156,16 @@ class Verbs:
             answers: The clean prompt's answer and the corrupt one's: a token's text with its space, or its id. Of many
                 pairs, a list of such pairs, or one for all.
             at: "residual", the input of a layer; "attn_out" or "mlp_out", what a layer's attention or MLP adds;
-                "heads", each query head's output at all positions at once.
+                "heads", each query head's output at all positions at once; "edges", each head's direct path to the
+                reader in `to` (path patching; Wang et al. 2022).
             attribution: Attribution patching (Nanda 2023) instead: every place from one pass and its gradients, to
                 first order. It ranks places; of those that matter, patch some exactly.
+            metric: "logit difference" of the two answers, "log-probability" of the first, or a function of
+                log-probabilities [prompt vocabulary] that returns one number a prompt, differentiable for attribution.
+            to: With "edges": (layer, head, "query", "key" or "value") that reads; by default the answer's logits.
 
         Returns:
-            Over layer and position, or head: `logit difference` of the two answers at the last token, in nats, and
+            Over layer and position, or head: the metric at the last token (in nats, unless it is a function), and
             `restored`, 0 for the corrupt prompt's and 1 for the clean one's. `attrs` has both ends. Of many pairs means
             with 95 % intervals over pairs, and as a control `restored by another pair's prompt`, the next clean one.
 
@@ -169,7 +175,7 @@ class Verbs:
         from llmgeom.verbs.patching import patch
 
         with watched():
-            return patch(self, clean, corrupt, answers, at, attribution)
+            return patch(self, clean, corrupt, answers, at, attribution, metric, to)
 
     def beliefs(
         self,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,11 @@ import torch
 from torch import Tensor
 
 from llmgeom.batch import Batch, Prompts
-from llmgeom.errors import UserError, brief, unknown
+from llmgeom.errors import Unavailable, UserError, brief, unknown
 from llmgeom.model.capture import Site
+from llmgeom.model.edits import Edit, Resume, Where
 from llmgeom.model.resume import clean_pass
+from llmgeom.model.weights import output_weight
 from llmgeom.probes.interventions.intervention import Intervention, Runner
 from llmgeom.progress import tell
 from llmgeom.verbs.lens import texts_of, token_of
@@ -24,15 +27,24 @@ POINTS: dict[str, tuple[Any, str]] = {
     "attn_out": ("attn_out", "attention output"),
     "mlp_out": ("mlp_out", "MLP output"),
     "heads": ("z", "head outputs"),
+    "edges": ("z", "edges from head outputs"),
 }
+SAME = 0.05  # of attention's output: how far the sum over heads may lie from it, in bfloat16, too
 
 
 def patch(
-    subject: Any, clean: Prompts, corrupt: Prompts, answers: Sequence[Any], at: str, attribution: bool
-) -> Reading:
+    subject: Any, clean: Prompts, corrupt: Prompts, answers: Sequence[Any], at: str, attribution: bool,
+    metric: str | Callable[[Tensor], Tensor], to: tuple[int, int, str] | None,
+) -> Reading:  # fmt: skip
     """See `Verbs.patch`."""
     if at not in POINTS:
         raise unknown("at", at, POINTS)
+    if isinstance(metric, str) and metric not in METRICS:
+        raise unknown("metric", metric, METRICS, " or a function of log-probabilities")
+    if (at == "edges" and attribution) or (to is not None and at != "edges"):
+        raise UserError(
+            f"patch(at={at!r}, attribution={attribution}, to={to}): to= and no attribution are of at='edges'"
+        )
     donors, rows = subject.tokens(clean).real, subject.tokens(corrupt).real
     pairs = _answers(answers, len(rows))
     if len(donors) != len(rows) or len(pairs) != len(rows):
@@ -47,16 +59,18 @@ def patch(
             f"prompts of {lengths[0]} to {lengths[-1]} tokens: positions must match; give pairs of one length in tokens"
         )
     found, others = [], []
+    how = {"at": at, "attribution": attribution, "to": to}
     for i, (donor, ids) in enumerate(zip(donors, rows, strict=True)):
         if len(rows) > 1:
             tell("patching pairs", i, len(rows))
-        found.append(_patched(subject, donor, ids, wanted[i], at, attribution))
+        found.append(_patched(subject, donor, ids, _measure(metric, wanted[i]), **how))
         # The clean prompt of the next pair that says something else.
         further = [one for one in donors[i + 1 :] + donors[:i] if one not in (donor, ids)]
         if further and not attribution:
-            others.append(_patched(subject, further[0], ids, wanted[i], at, attribution))
+            others.append(_patched(subject, further[0], ids, _measure(metric, wanted[i]), **how))
     patched, after, before = (np.stack(each) for each in zip(*found, strict=True))  # [pair ...], [pair], [pair]
-    values = {"logit difference": patched.mean(0)}
+    called_, values = metric if isinstance(metric, str) else getattr(metric, "__name__", "metric"), {}
+    values[called_] = patched.mean(0)
     if (before != after).all():
         values["restored"], low, high = _restored(patched, after, before)
         if len(rows) > 1:
@@ -65,17 +79,20 @@ def patch(
         values["restored by another pair's prompt"] = _restored(np.stack([o[0] for o in others]), after, before)[0]
     one, other = pairs[0]
     first, second = (repr(answer) if isinstance(answer, str) else str(answer) for answer in (one, other))
-    about = f"logit of {first} less {second}" if len(rows) == 1 else f"mean of {len(rows)} pairs"
+    about = f"{called_}, {first} and {second}" if metric != "logit difference" else f"logit of {first} less {second}"
+    about = about if len(rows) == 1 else f"mean of {len(rows)} pairs"
+    into = "" if at != "edges" else " to the answer" if to is None else f" to the {to[2]} of L{to[0]}H{to[1]}"
     # A column of the picture is named by the first pair's tokens.
-    across = tuple(range(subject.facts["heads"] if at == "heads" else len(rows[0])))
+    by_head = at in ("heads", "edges")
+    across = tuple(range(subject.facts["heads"] if by_head else len(rows[0])))
     tokens = [
         a if a == b else f"{a} /{b}" for a, b in zip(*(texts_of(subject, x[0]) for x in (donors, rows)), strict=True)
     ]
     return Reading(
-        f"{called(subject)}, {POINTS[at][1]} patched{' (attribution)' * attribution}: {about}",
-        {"layer": tuple(range(len(subject.blocks))), "head" if at == "heads" else "position": across},
+        f"{called(subject)}, {POINTS[at][1]}{into} patched{' (attribution)' * attribution}: {about}",
+        {"layer": tuple(range(len(subject.blocks))), "head" if by_head else "position": across},
         values,
-        ticks={} if at == "heads" else {"position": tuple(tokens)},
+        ticks={} if by_head else {"position": tuple(tokens)},
         attrs={"clean": float(after.mean()), "corrupt": float(before.mean()), "pairs": len(rows)},
     )
 
@@ -91,10 +108,11 @@ def _answers(answers: Sequence[Any], pairs: int) -> list[tuple[Any, Any]]:
 
 
 def _patched(
-    subject: Any, donor: list[int], ids: list[int], answers: tuple[int, int], at: str, attribution: bool
-) -> tuple[np.ndarray, float, float]:
-    """[layer place] logit difference of the corrupt prompt where one place has the clean prompt's activation, and the
-    differences of both prompts. A place is a position, or a head at all positions."""
+    subject: Any, donor: list[int], ids: list[int], measure: Callable[[Tensor], Tensor], at: str, attribution: bool,
+    to: tuple[int, int, str] | None,
+) -> tuple[np.ndarray, float, float]:  # fmt: skip
+    """[layer place] the metric of the corrupt prompt where one place has the clean prompt's activation, and that
+    of both prompts. A place is a position, or a head at all positions."""
     if len(donor) != len(ids):
         raise UserError(
             f"the clean prompt has {len(donor)} tokens and the corrupt one {len(ids)}: positions must match, so give "
@@ -106,13 +124,20 @@ def _patched(
     # Up to the first token that differs both prompts have one residual stream, and a patch changes nothing.
     start, point = differing[0], POINTS[at][0]
     seen = subject.capture([donor, ids], Site(point), positions="all").layers(Site(point))
-    after, before = _difference(subject.capture([donor, ids], Site.LOG_PROBS).log_probs, answers).tolist()
+    after, before = measure(subject.capture([donor, ids], Site.LOG_PROBS).log_probs.double()).tolist()
     layers = [layer for layer in range(len(subject.blocks)) if seen[layer] is not None]
     steps = {
         layer: (seen[layer][start : len(ids)].double() - seen[layer][len(ids) + start :].double()).flatten(1)
         for layer in layers
     }
-    count, width = (subject.facts["heads"], subject.facts["head_dim"]) if at == "heads" else (len(ids) - start, 0)
+    count, width = (subject.facts["heads"], subject.facts["head_dim"]) if at != "residual" and point == "z" else (
+        len(ids) - start, 0)  # fmt: skip
+    if at == "edges":
+        return (
+            _edges(subject, ids, start, {layer: steps[layer] for layer in layers}, measure, to, before),
+            after,
+            before,
+        )
 
     def moved(layer: int, place: int) -> Intervention:
         if at == "heads":
@@ -126,14 +151,14 @@ def _patched(
         subject,
         batch,
         torch.arange(len(ids))[None] >= start,
-        lambda _, patched: {"logit": _difference(patched[0], answers).numpy()},
+        lambda _, patched: {"logit": measure(patched[0].double()).numpy()},
         compared=False,
         clean=clean_pass(subject, batch),
     )
     found = np.full((len(subject.blocks), count if at == "heads" else len(ids)), before)
     here = slice(None) if at == "heads" else slice(start, None)
     if attribution:
-        (slopes,) = runner.first_order(every, lambda log_probs, _: [_difference(log_probs, answers).sum()])
+        (slopes,) = runner.first_order(every, lambda log_probs, _: [measure(log_probs.double()).sum()])
         found[layers, here] += slopes.reshape(len(layers), -1)
     else:
         effects = runner.run(every, "patching")
@@ -156,7 +181,88 @@ def _restored(patched: np.ndarray, after: np.ndarray, before: np.ndarray) -> tup
     return value, value - half, value + half
 
 
-def _difference(log_probs: Tensor, answers: tuple[int, int]) -> Tensor:
-    """[prompt] logit of the right answer less that of the wrong one, which log-probabilities give, too."""
-    log_probs = log_probs.double()
-    return log_probs[:, answers[0]] - log_probs[:, answers[1]]
+METRICS = ("logit difference", "log-probability")
+
+
+def _measure(metric: str | Callable[[Tensor], Tensor], answers: tuple[int, int]) -> Callable[[Tensor], Tensor]:
+    """Log-probabilities [prompt vocabulary] -> [prompt]. A difference of logits is one of log-probabilities, too."""
+    if callable(metric):
+        return metric
+    first, second = answers
+    if metric == "log-probability":
+        return lambda log_probs: log_probs[:, first]
+    return lambda log_probs: log_probs[:, first] - log_probs[:, second]
+
+
+def _edges(
+    subject: Any, ids: list[int], start: int, steps: dict[int, Tensor], measure: Callable[[Tensor], Tensor],
+    to: tuple[int, int, str] | None, before: float,
+) -> np.ndarray:  # fmt: skip
+    """[layer head] the metric where what a head writes reaches one reader alone as in the clean prompt: path patching
+    (Wang et al. 2022), of direct paths. The reader's own input is the corrupt one plus the head's change.
+
+    Args:
+        steps: Layer -> [position from `start` on, head and coordinate] clean outputs of its heads less corrupt ones.
+        to: (layer, head, "query", "key" or "value"); the answer itself by default.
+    """
+    batch, dim = Batch.of([ids]), subject.facts["head_dim"]
+    heads, kv = subject.facts["heads"], subject.facts["kv_heads"]
+    depth = len(subject.blocks)
+    if to is not None and not (len(to) == 3 and to[2] in ("query", "key", "value") and 0 < to[0] < depth
+                               and 0 <= to[1] < heads):  # fmt: skip
+        raise UserError(
+            f"to={to}: expected (layer, head, 'query', 'key' or 'value'), of layers 1 to {depth - 1} and heads 0 to "
+            f"{heads - 1}"
+        )
+    senders = [(layer, head) for layer in steps for head in range(heads) if to is None or layer < to[0]]
+    seen = subject.capture(batch, {Site.Z, Site.ATTN_OUT, Site.RESIDUAL}, positions="all")
+    writes = []
+    for layer in dict.fromkeys(layer for layer, _ in senders):
+        weights = [output_weight(subject, layer, head).double() for head in range(heads)]
+        z, out = seen[Site.Z, layer].double(), seen[Site.ATTN_OUT, layer].double()
+        rest = out - sum(z[:, head].to(w) @ w for head, w in enumerate(weights)).to(out)
+        if (rest - rest.mean(0)).norm() > SAME * (out - out.mean(0)).norm():  # a bias is the same everywhere
+            raise Unavailable(
+                f"{subject.name}: what a head writes is normalised before it is added; edges are not known"
+            )
+        parts = steps[layer].view(-1, heads, dim)
+        writes += [(parts[:, head].to(w) @ w).cpu() for head, w in enumerate(weights)]
+    found = np.full((depth, heads), before)
+    if to is None:
+        last = seen.layers(Site.RESIDUAL)[-1][-1:].double()
+        each = torch.cat([subject.unembed((last + write[-1:].to(last)).float()) for write in writes])
+        effects = measure(each.double()).numpy()
+    else:
+        layer, head, point = to
+        asked = (torch.arange(len(ids)) >= start).expand(len(senders), -1)
+        copies = replace(Batch.of([ids] * len(senders)), query=asked)
+
+        def reached(x: Tensor, where: Where) -> Tensor:
+            line, position = ((where.position >= start) & (where.position < len(ids))).nonzero(as_tuple=True)
+            change = torch.stack(writes)[where.prompt[line].cpu(), where.position[line, position].cpu() - start]
+            x = x.clone()
+            x[line, position] += change.to(x)
+            return x
+
+        clean = clean_pass(subject, batch)
+        resume = None if clean is None else Resume(clean, layer, torch.tensor([start]))
+        edit = Edit("residual", reached, (layer,), spec={"edges": len(senders)})
+        site, read = Site(point), head if point == "query" else head * kv // heads
+        moved = subject.capture(copies, site, [edit], layers=layer, resume=resume)[site, layer][:, read].double()
+        own = subject.capture(replace(batch, query=asked[:1]), site, layers=layer)[site, layer][:, read].double()
+        changes = (moved.view(len(senders), -1, dim) - own).cpu()
+        columns = slice(read * dim, (read + 1) * dim)
+
+        def into(i: int) -> Intervention:
+            def move(x: Tensor, row: Tensor) -> Tensor:
+                whole = torch.zeros_like(x)
+                whole[:, columns] = changes[i][row]
+                return whole
+
+            return Intervention(str(i), {(point, layer): move}, columns)
+
+        measured = Runner(subject, batch, asked[:1], lambda _, x: {"m": measure(x[0].double()).numpy()}, compared=False,
+                          clean=clean)  # fmt: skip
+        effects = [e[0, 0] for e in measured.run([into(i) for i in range(len(senders))], "patching edges").values()]
+    found[tuple(np.array(senders).T)] = effects
+    return found
