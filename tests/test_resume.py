@@ -1,7 +1,9 @@
 """An edited pass that begins at its first edited layer and position is the whole edited pass."""
 
 import logging
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit, Resume, Where
 from llmgeom.model.model import Model
 from llmgeom.model.resume import clean_pass
+from llmgeom.probes.interventions.intervention import Intervention, Runner, add
 from tests.families import FAMILIES, ragged
 
 SITES = {Site.FINAL, Site.LOG_PROBS}
@@ -52,6 +55,27 @@ def test_it_is_the_whole_edited_pass(subject, point):
         assert (ours.final - whole.final).abs().max() < 1e-5 * rms
         assert (ours.log_probs - whole.log_probs).abs().max() < 1e-4
         assert (whole.final - plain.final).abs().max() > 1e-2 * rms
+
+
+def test_copies_that_begin_at_positions_of_their_own_are_the_whole_passes(subject):
+    """Of a runner: other layers and positions in each copy, read at the end or in what attention writes in a layer."""
+    batch = ragged()
+    tokens = subject.tokens(batch)
+    place = torch.arange(tokens.data.shape[1])
+    real = place < tokens.lengths[:, None]
+    steps = 0.3 * torch.randn(int(real.sum()), subject.facts["d_model"], dtype=torch.float64)
+    at = (place == tokens.lengths[:, None] - 1, place >= tokens.lengths[:, None] // 2, place == 0)
+    whole = Runner(subject, batch, real, lambda _, x: {"x": x[0].float().flatten(1).numpy()})
+    resumed = replace(whole, clean=clean_pass(subject, batch))
+    for layer in range(len(subject.blocks)):
+        edits = [Intervention("", {("residual", k): add(steps)}, at=one & real) for k in (0, layer) for one in at]
+        ours, theirs = resumed.measure(edits)["x"], whole.measure(edits)["x"]
+        assert np.abs(ours - theirs).max() < 1e-4 and np.abs(theirs[0] - theirs[1]).max() > 1e-2
+        inside = {"sites": (Site.ATTN_OUT,), "layer": layer, "batch": replace(batch, query=real)}
+        if subject.partial({Site.ATTN_OUT}):
+            continue
+        ours, theirs = (replace(one, **inside).measure(edits[3:])["x"] for one in (resumed, whole))
+        assert np.abs(ours - theirs).max() < 1e-4 * np.abs(theirs).max()
 
 
 def test_layers_below_and_positions_before_do_not_run(subject):

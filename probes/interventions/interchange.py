@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -43,7 +43,7 @@ from llmgeom.probes.interventions.intervention import (
 )
 from llmgeom.progress import tell
 from llmgeom.provenance import CONTROLS, few_draws
-from llmgeom.result import Estimate, Labelled, Measured, labelled, line
+from llmgeom.result import Labelled, Measured, labelled, line
 from llmgeom.stats.information import bits
 from llmgeom.stats.resampling import LEAST_CLUSTERS, jackknife, mean_intervals
 from llmgeom.stats.ridge_probe import folds
@@ -52,7 +52,15 @@ from llmgeom.world import Categorical, Split, World, seeded
 PROBE, TOTAL, COPIES = "interchange", "total effect", "untrained controls"
 DECLARED_LAYERS = {0: "at the embedding", 1: "after the first layer"}  # the inputs of layers 0 and 1
 SUBSPACES = 39  # random controls
-RANDOM, AS_FAR = "random subspaces", "random subspaces, moved as far"
+RANDOM, AS_FAR = RANDOMS = "random subspaces", "random subspaces, moved as far"
+KINDS = {
+    "whole": "effect of the whole patch",
+    "frame": "effect of the patch in the frame",
+    "rest": "effect of the patch outside the frame",
+    "placebo": "effect of the placebo",
+    RANDOM: "",
+    AS_FAR: "",
+}
 POOL = 4096  # sequences searched for donors of the placebo
 DIFFER = 0.01  # least difference of a probability: closer answers cannot show which sequence was read
 
@@ -273,102 +281,84 @@ def measure_interchange(
     trained: Effects, untrained: Sequence[Effects], layers: Sequence[int], clusters: np.ndarray
 ) -> Measured:
     """The result of `exchange`, with estimates at the declared layers. Raises UserError: few sequences."""
-    layers, total = tuple(layers), trained["total"].mean()
-    bands = [
-        layer_band({k: trained[f"{k}/moved"][i].mean(1)[:, None] for k in (RANDOM, AS_FAR)}) for i in range(len(layers))
-    ]
-    # Every layer has draws.
-    band = ("band of random subspaces, the higher kind", np.concatenate([one for one in bands if one is not None]))
-
-    def patched(kind: str, meaning: str, **around: Any) -> dict[str, Labelled | None]:
-        moved = trained[f"{kind}/moved"][:, 0]
-        ends = ("sequences", mean_intervals(moved, clusters))
-        return line(kind, moved.mean(1), "layer", "bits", f"effect of the {meaning}", interval=ends, **around)
-
-    whole = trained["whole/moved"][:, 0].mean(1)
+    rows, total, claims = np.arange(len(clusters)), trained["total"].mean(), declared(PROBE)
     interval = jackknife(np.mean, trained["total"], clusters)
-    null = {COPIES: np.array([control["total"].mean() for control in untrained])}
-    estimates = [estimate_against(declared(PROBE)[TOTAL], total, interval, null, clusters)]
-    follows = interval.low > 0
-    note, warnings = _where(whole, total, layers, follows)
+    drawn = {COPIES: np.array([control["total"].mean() for control in untrained])}
+    estimates, warnings = [estimate_against(claims[TOTAL], total, interval, drawn, clusters)], []
+    follows, moved = interval.low > 0, {kind: trained[f"{kind}/moved"] for kind in KINDS}  # [layer draw sequence]
+    bands = [layer_band({kind: moved[kind][i].mean(1)[:, None] for kind in RANDOMS}) for i in range(len(layers))]
+    note = (
+        f"the answers do not follow the evidence: the total effect is {total:.3g} bits, not above 0, and patched "
+        "effects have no fractions of it"
+    )
+    if follows:
+        shares = moved["whole"][:, 0].mean(1) / total
+        reaching = [layer for layer, share in zip(layers, shares, strict=True) if share > 0.5]
+        where = f"up to the input of layer {reaching[-1]}" if reaching else "at none of these layers"
+        each = ", ".join(f"{x:.2f}" for x in shares)
+        note = f"the whole patch has more than half of the total effect {where}: {each}"
+        if layers[0] == 0 and abs(shares[0] - 1) > 0.01:
+            warnings.append(
+                f"at the embedding the whole patch has {shares[0]:.3f} of the total effect; there it is x' itself and "
+                "should have all of it. This model reads its inputs elsewhere, too, and no layer's patch can be trusted"
+            )
     for i, layer in enumerate(layers):
-        if layer in DECLARED_LAYERS:
-            estimates += _of_layer((trained, *untrained), i, DECLARED_LAYERS[layer], clusters, follows)
-            warnings += _too_small(DECLARED_LAYERS[layer], total)
-    every = np.full(len(layers), total)
-    random, as_far = (trained[f"{kind}/moved"].mean((1, 2)) for kind in (RANDOM, AS_FAR))
-    of_random = "effect of patches in random subspaces, mean over draws"
-    lost, dimensions = trained["placebo/lost"][:, 0].mean(1), trained["dimensions"].astype(float)
-    of_lost = "rise of KL(p || q) by the placebo, p the answer to x"
+        if layer not in DECLARED_LAYERS:
+            continue
+        claim, effect = claims[f"frame {DECLARED_LAYERS[layer]}"], moved["frame"][i, 0]
+        if claim.claim and total <= claim.effect:
+            warnings.append(
+                f"the total effect is {total:.3g} bits, too little for '{claim.name}' to be tested at "
+                f"{claim.effect:g} bits: it is a measurement and no claim"
+            )
+            claim = replace(claim, claim="")
+        null = {kind: moved[kind][i].mean(1) for kind in RANDOMS}
+        copies = {COPIES: np.array([control["frame/moved"][i, 0].mean() for control in untrained])}
+        interval = jackknife(np.mean, effect, clusters)
+        estimates.append(estimate_against(claim, effect.mean(), interval, null | copies, clusters))
+        if follows:
+            fraction = partial(_over, effect, trained["total"])
+            shares = {kind: draws / total for kind, draws in null.items()}
+            claim = claims[f"frame {DECLARED_LAYERS[layer]}, over the total effect"]
+            interval = jackknife(fraction, rows, clusters)
+            estimates.append(estimate_against(claim, fraction(rows), interval, shares, clusters))
+
+    def number(values: np.ndarray, meaning: str, unit: str = "bits") -> Labelled | None:
+        return labelled(values, "layer", unit, meaning)
+
+    arrays: dict[str, Labelled | None] = {
+        "total": number(np.full(len(layers), total), "total effect, the same for every layer"),
+        "random": number(moved[RANDOM].mean((1, 2)), "effect of patches in random subspaces, mean over draws"),
+        "as_far": number(moved[AS_FAR].mean((1, 2)), "the same, moved as far as the frame, mean over draws"),
+        "placebo_lost": number(
+            trained["placebo/lost"][:, 0].mean(1), "rise of KL(p || q) by the placebo, p the answer to x"
+        ),
+        "dimensions": number(trained["dimensions"].astype(float), "of the frame", "dimensions"),
+    }
+    for kind, meaning in KINDS.items():
+        if kind in RANDOMS:
+            continue
+        by_layer = moved[kind][:, 0]
+        null = ("", None)
+        if kind == "frame":  # every layer has draws
+            null = "band of random subspaces, the higher kind", np.concatenate([b for b in bands if b is not None])
+        arrays |= line(
+            kind, by_layer.mean(1), "layer", "bits", meaning, null=null, beside="total" * (kind == "whole"),
+            interval=("sequences", mean_intervals(by_layer, clusters)),
+        )  # fmt: skip
     return Measured.of(
         "Interchange of evidence",
-        {
-            **patched("whole", "whole patch", beside="total"),
-            "total": labelled(every, "layer", "bits", "total effect, the same for every layer"),
-            **patched("frame", "patch in the frame", null=band),
-            "random": labelled(random, "layer", "bits", of_random),
-            "as_far": labelled(as_far, "layer", "bits", "the same, moved as far as the frame, mean over draws"),
-            **patched("rest", "patch outside the frame"),
-            **patched("placebo", "placebo"),
-            "placebo_lost": labelled(lost, "layer", "bits", of_lost),
-            "dimensions": labelled(dimensions, "layer", "dimensions", "of the frame"),
-        },
+        arrays,
         __name__,
         estimates=tuple(estimates),
-        ticks={"layer": layers},
+        ticks={"layer": tuple(layers)},
         warnings=tuple(warnings),
         notes=(note,),
     )
 
 
-def _of_layer(models: Sequence[Effects], i: int, where: str, clusters: np.ndarray, follows: bool) -> Iterator[Estimate]:
-    """The effect of the frame at the i-th layer and, if the answers follow the evidence, its share of the total;
-    `models` are the model, then its untrained controls."""
-    (trained, *untrained), claims = models, declared(PROBE)
-    total, effect = trained["total"].mean(), trained["frame/moved"][i, 0]
-    null = {kind: trained[f"{kind}/moved"][i].mean(1) for kind in (RANDOM, AS_FAR)}
-    controls = {COPIES: np.array([control["frame/moved"][i, 0].mean() for control in untrained])}
-    claim = claims[f"frame {where}"]
-    if _too_small(where, total):
-        claim = replace(claim, claim="")
-    yield estimate_against(claim, effect.mean(), jackknife(np.mean, effect, clusters), null | controls, clusters)
-    if follows:
-        rows = np.arange(len(clusters))
-        interval = jackknife(lambda kept: effect[kept].mean() / trained["total"][kept].mean(), rows, clusters)
-        shares = {kind: draws / total for kind, draws in null.items()}
-        claim = claims[f"frame {where}, over the total effect"]
-        yield estimate_against(claim, effect.mean() / total, interval, shares, clusters)
-
-
-def _too_small(where: str, total: float) -> list[str]:
-    """A warning if the total effect is too small for a claim about the frame to be decided."""
-    claim = declared(PROBE)[f"frame {where}"]
-    if not claim.claim or total > claim.effect:
-        return []
-    return [
-        f"the total effect is {total:.3g} bits, too little for '{claim.name}' to be tested at {claim.effect:g} bits: "
-        "it is a measurement and no claim"
-    ]
-
-
-def _where(whole: np.ndarray, total: float, layers: tuple[int, ...], follows: bool) -> tuple[str, list[str]]:
-    """A note on the depth at which the whole patch loses its effect; a warning if layer 0 is not the embedding."""
-    if not follows:
-        return (
-            f"the answers do not follow the evidence: the total effect is {total:.3g} bits, not above 0, and patched "
-            "effects have no fractions of it",
-            [],
-        )
-    shares = whole / total
-    reaching = [layer for layer, share in zip(layers, shares, strict=True) if share > 0.5]
-    where = f"up to the input of layer {reaching[-1]}" if reaching else "at none of these layers"
-    note = f"the whole patch has more than half of the total effect {where}: {', '.join(f'{x:.2f}' for x in shares)}"
-    if layers[0] == 0 and abs(shares[0] - 1) > 0.01:
-        return note, [
-            f"at the embedding the whole patch has {shares[0]:.3f} of the total effect; there it is x' itself and "
-            "should have all of it. This model reads its inputs elsewhere, too, and no layer's patch can be trusted"
-        ]
-    return note, []
+def _over(effect: np.ndarray, total: np.ndarray, rows: np.ndarray) -> float:
+    return float(effect[rows].mean() / total[rows].mean())
 
 
 # ---- the probe ------------------------------------------------------------------------------------------------------
