@@ -38,11 +38,11 @@ def drawn(attention: float, mlp: float, seed: int, size: float = 1.0, evidence: 
     branches = scale * np.exp(0.4 * rng.standard_normal((2, 2, 30)) - 0.08)
     kl = np.concatenate([branches.reshape(4, 30), branches.sum(0)])
     norms = np.array([4.0, 9.0])[:, None, None] * branches
-    return {"kl": kl, "norms": norms, "layers": 2} | ({"evidence": 0.5 * kl} if evidence else {})
+    return {"kl": kl, "norms": norms, "layers": 2, "half": HALF} | ({"evidence": 0.5 * kl} if evidence else {})
 
 
 def measured(own: Effects, untrained: list[Effects]):
-    return measure_blocks(own, untrained, "mean", np.arange(30), HALF, "query")
+    return measure_blocks(own, untrained, "mean", np.arange(30), "query")
 
 
 def judged(own: Effects, untrained: list[Effects]) -> dict:

@@ -86,6 +86,9 @@ class Blocks(Result):
     mlp_evidence: np.ndarray | None = quantity("layer", "bits", "rise of KL(exact || model), the MLP's ablated")
     error: Curve | None = curve("layer", "times", "|H_model - H_exact| over that of the clean model", null=BAND)
     clean_error: float | None = quantity("", "bits", "|H_model - H_exact| of the clean model")
+    edited: np.ndarray | None = quantity(
+        "branch layer", "1 or 0", "1: measured by an edit; 0: estimated, as of heads", Figure("heatmap")
+    )
 
 
 # ---- shares and ratios ----------------------------------------------------------------------------------------------
@@ -116,9 +119,9 @@ def cross_selected(effects: np.ndarray, half: np.ndarray, *ranks: int) -> tuple[
 Fractions = dict[str, tuple[np.ndarray, np.ndarray]]  # metric -> numerator and denominator, [prompt] each
 
 
-def head_fractions(effects: Mapping[str, np.ndarray], half: np.ndarray, layers: int = 1) -> Fractions:
+def head_fractions(effects: Mapping[str, np.ndarray]) -> Fractions:
     """The metrics of heads, each as sum over prompts / sum over prompts; some only if there are several heads."""
-    kl = effects["kl"]
+    kl, half, layers = effects["kl"], effects["half"], int(effects["layers"])
     ranked = kl[effects["edited"] > 0] if "edited" in effects else kl
     largest = cross_selected(ranked, half, 0)[0]
     fractions = {LARGEST: (largest, np.ones(len(half)))}
@@ -129,8 +132,9 @@ def head_fractions(effects: Mapping[str, np.ndarray], half: np.ndarray, layers: 
     return fractions | _evidence_fraction(effects, half)
 
 
-def block_fractions(effects: Mapping[str, np.ndarray], half: np.ndarray) -> Fractions:
+def block_fractions(effects: Mapping[str, np.ndarray]) -> Fractions:
     """The metrics of blocks; those of middle blocks only if there is one."""
+    half = effects["half"]
     attention, mlp, block = np.split(effects["kl"], 3)
     fractions, n = {BRANCH: (mlp.sum(0), attention.sum(0))}, len(block)
     if n > 2:
@@ -183,7 +187,7 @@ def estimates(
     untrained: Sequence[Fractions],
     clusters: np.ndarray,
     method: str = "zero",
-    sampling: float = 0.0,
+    sampling: Mapping[str, float] = {},
 ) -> tuple[Estimate, ...]:
     """Estimates of fractions with untrained controls, jackknifed on the log scale with the selection fixed.
 
@@ -192,7 +196,7 @@ def estimates(
     %. Raises UserError: no ablation changed anything, so that a share has no total.
 
     Args:
-        sampling: Of a share, the relative standard error of the total, where some components are estimated.
+        sampling: The relative standard error of a metric from components that are estimated, not edited.
     """
     metrics, rows = [], np.arange(len(clusters))
     for name, fraction in fractions.items():
@@ -201,8 +205,8 @@ def estimates(
             raise UserError(f"'{name}' is a share of 0: what was ablated does not reach the model's answers")
         scale = scale_of_interval(claim, clusters, *fraction)
         interval = jackknife(partial(quotient, fraction), rows, clusters, scale)
-        if name == SHARE and sampling and interval.low > 0:
-            middle, reach = quotient(fraction), student_quantile(len(set(clusters))) * sampling
+        if sampling.get(name) and interval.low > 0:
+            middle, reach = quotient(fraction), student_quantile(len(set(clusters))) * sampling[name]
             below, above = (np.hypot(np.log(end / middle), reach) for end in (interval.low, interval.high))
             interval = replace(interval, low=middle * np.exp(-below), high=middle * np.exp(above))
         interval = replace(interval, high=min(interval.high, 1.0)) if claim.unit == "fraction" else interval
@@ -296,6 +300,12 @@ def _mlp_share(
     parts = branches(trained, effect)
     value, total = mlp_part(parts), parts.mean(-1).sum()
     interval = jackknife(lambda rows: mlp_part(parts[..., rows]), np.arange(len(clusters)), clusters)
+    if "total_error" in trained and total:
+        of_attention, of_mlp = parts.mean(-1).sum(1)
+        attention_error, mlp_error, _ = trained["total_error"]
+        reach = 2 * np.hypot(of_attention * mlp_error, of_mlp * attention_error) / total**2
+        below, above = (np.hypot(value - end, reach) for end in (interval.low, interval.high))
+        interval = replace(interval, low=value - below, high=min(value + above, 1.0))
     null = {UNTRAINED: np.array([mlp_part(branches(control, effect), total) for control in untrained])}
     return estimate_against(claim, value, interval, null, clusters, Null.half())
 
@@ -309,35 +319,34 @@ def _probe(effects: Mapping[str, np.ndarray], kind: str) -> str:
 
 
 def measure_heads(
-    effects: Effects, untrained: Sequence[Effects], method: str, clusters: np.ndarray, half: np.ndarray, positions: str
+    effects: Effects, untrained: Sequence[Effects], method: str, clusters: np.ndarray, positions: str
 ) -> Heads:
     """Result for heads ablated by one method, with untrained controls.
 
     Args:
         effects, untrained: As `ablate` returns them, of the model and of each control.
-        half: [prompt] 0 or 1 by cluster.
         positions: A key of POSITIONS.
 
     Raises UserError as `estimates`; fewer than 5 clusters.
     """
-    layers = int(effects["layers"])
-    kl, fractions = effects["kl"], head_fractions(effects, half, layers)
-    null = [head_fractions(control, half, layers) for control in untrained]
-    total = kl.mean(1).sum()
-    sampling = float(effects["total_error"] / total) if "total_error" in effects and total else 0.0
-    metrics = estimates(_probe(effects, "heads"), fractions, null, clusters, method, sampling)
+    layers, half, kl = int(effects["layers"]), effects["half"], effects["kl"]
+    total, sampling = kl.mean(1).sum(), {}
+    if "total_error" in effects and total:
+        sampling[SHARE] = float(effects["total_error"][0] / total)
+    null = [head_fractions(control) for control in untrained]
+    metrics = estimates(_probe(effects, "heads"), head_fractions(effects), null, clusters, method, sampling)
     metrics, unmeasured = judged(metrics, effects, clusters)
     mean = kl.mean(1)
     edited = np.flatnonzero(effects.get("edited", np.ones(len(kl))))
     largest = edited[list(cross_selected(kl[edited], half, 0)[1])]
     names = ["L{}H{}".format(*divmod(index, len(kl) // layers)) for index in largest.tolist()]
-    interval, warnings, stages = mean_intervals(kl, clusters), [], list[str]()
+    interval, warnings, stages = _intervals(effects, clusters), [], list[str]()
     if len(edited) < len(kl):
-        rest = effects["edited"] == 0
-        stages.append(_stages(effects, sampling))
-        reach = np.hypot(interval[rest] - mean[rest, None], 2 * effects["off"])
-        interval[rest] = mean[rest, None] + reach * [-1, 1]
-        if mean[rest].max() > mean[edited].max() / 2:
+        stages.append(
+            f"{_stages(effects)}; the sum of all has a standard error of {sampling.get(SHARE, 0):.1%} from that. "
+            "--exact edits every head"
+        )
+        if mean[effects["edited"] == 0].max() > mean[edited].max() / 2:
             warnings.append("a head that was not edited may have more than half of the largest effect: give --exact")
     if names[0] != names[1]:
         warnings.append(
@@ -377,27 +386,40 @@ def measure_heads(
     )
 
 
-def _stages(effects: Effects, sampling: float) -> str:
+def _intervals(effects: Effects, clusters: np.ndarray) -> np.ndarray:
+    """[component bound] 95 % over clusters; where a component is estimated, with what that may be off."""
+    interval, mean = mean_intervals(effects["kl"], clusters), effects["kl"].mean(1)[:, None]
+    if "off" not in effects:
+        return interval
+    return mean + np.hypot(interval - mean, 2 * effects["off"][:, None]) * [-1, 1]
+
+
+def _stages(effects: Effects, components: str = "heads", of: slice = slice(None)) -> str:
     """What was edited, and how well gradients do where they can be checked."""
-    sample, rough = effects["edited"] == 2, effects["rough"].mean(1)
+    edited, rough = effects["edited"][of], effects["rough"].mean(1)[of]
+    sample, mean = edited == 2, effects["kl"].mean(1)[of]
     return (
-        f"edited: the {int((effects['edited'] == 1).sum())} heads of {len(rough)} that are largest by gradients, and "
+        f"edited: the {int((edited == 1).sum())} {components} of {len(rough)} that are largest by gradients, and "
         f"{int(sample.sum())} others at random, of which gradients give the order with rho "
-        f"{spearman(rough[sample], effects['kl'].mean(1)[sample]):.2f}; the other heads are estimated, and the sum of "
-        f"all has a standard error of {sampling:.1%} from that. --exact edits every head"
+        f"{spearman(rough[sample], mean[sample]):.2f}; the other {components} are estimated"
     )
 
 
 def measure_blocks(
-    effects: Effects, controls: Sequence[Effects], method: str, clusters: np.ndarray, half: np.ndarray, positions: str
+    effects: Effects, controls: Sequence[Effects], method: str, clusters: np.ndarray, positions: str
 ) -> Blocks:
     """Result for attentions, MLPs and whole blocks ablated by one method, as `measure_heads`."""
     layers, probe = int(effects["layers"]), _probe(effects, "blocks")
-    null, fractions = [block_fractions(control, half) for control in controls], block_fractions(effects, half)
+    null, fractions, half = [block_fractions(one) for one in controls], block_fractions(effects), effects["half"]
     unmeasured = undefined(fractions)
     measured = {name: fraction for name, fraction in fractions.items() if name not in unmeasured}
-    metrics = estimates(probe, measured, null, clusters, method)
-    warnings: tuple[str, ...] = ()
+    sampling, edited, warnings = {}, None, tuple[str, ...]()
+    if "edited" in effects:
+        totals = [part.mean(1).sum() for part in np.split(effects["kl"], 3)[:2]]
+        off = [error / total for error, total in zip(effects["total_error"], totals, strict=False) if total]
+        sampling[BRANCH] = float(np.hypot(*off)) if len(off) == 2 else 0.0
+        edited = (effects["edited"].reshape(3, layers) > 0).astype(float)
+    metrics = estimates(probe, measured, null, clusters, method, sampling)
     notes = [(TASK_POSITIONS if "mae" in effects else POSITIONS)[positions], _middle(effects["kl"], half)]
     if method == "mean":
         more, warnings = branch_estimates(probe, effects, controls, clusters)
@@ -415,7 +437,14 @@ def measure_blocks(
     def null_band(statistic: Callable[[Mapping[str, np.ndarray]], np.ndarray]) -> np.ndarray | None:
         return layer_band({UNTRAINED: np.array([statistic(control) for control in controls])})
 
-    kl, interval = by_branch(effects), mean_intervals(effects["kl"], clusters).reshape(3, layers, 2)
+    if edited is not None:
+        branches_of = ((slice(layers), "attentions"), (slice(layers, 2 * layers), "MLPs"))
+        notes += [_stages(effects, name, part) for part, name in branches_of]
+        notes.append(
+            f"every whole block is edited; '{BRANCH}' has a standard error of {sampling[BRANCH]:.1%} from what is "
+            "estimated. --exact edits all"
+        )
+    kl, interval = by_branch(effects), _intervals(effects, clusters).reshape(3, layers, 2)
     norms = np.sqrt(effects["norms"].mean(-1))
     of_exact = ("evidence", "attention_evidence", "mlp_evidence", "error", "clean_error")
     fields: dict[str, Any] = dict.fromkeys(of_exact)
@@ -434,6 +463,7 @@ def measure_blocks(
         **fields,
         relative=None if relative is None else Curve(relative, null=layer_band({UNTRAINED: np.array(comparable)})),
         unmeasured=unmeasured | unjudged,
+        edited=edited,
         attention_norm=norms[0],
         mlp_norm=norms[1],
         estimates=metrics,
