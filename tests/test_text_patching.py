@@ -119,7 +119,7 @@ def test_the_share_is_the_mean_effect_towards_the_exact_answer_over_the_mean_exa
     towards = found["total"]
     assert values[TOTAL] == pytest.approx(np.mean(towards))
     assert values[FOLLOWS] == pytest.approx(np.mean(towards) / np.mean(np.abs(pairs.exact)))
-    np.testing.assert_allclose(result.cells[0, 0], np.mean(towards), atol=1e-3)
+    np.testing.assert_allclose(result["cells"][0, 0], np.mean(towards), atol=1e-3)
 
 
 def test_a_changed_bijection_is_one_to_one_and_a_recall_has_no_finite_shift():
@@ -224,10 +224,10 @@ def test_in_a_model_with_one_path_its_edges_carry_all_and_no_other_carries_any(r
     result = measure_patching(found, UNTRAINED * 6, pairs, (0, 1))
     assert found["total"].mean() > 0.5
     assert list(result.ticks["edge"]) == path
-    np.testing.assert_allclose(result.edge.value, 1, atol=1e-3)
-    np.testing.assert_allclose(result.edge.interval, 1, atol=1e-3)
-    assert (result.edge_equal == 0).all() and result.edge.null.max() < 0.5
-    lines = list(edge_lines(result.lowered()))
+    np.testing.assert_allclose(result["edge"], 1, atol=1e-3)
+    np.testing.assert_allclose(result["edge_interval"], 1, atol=1e-3)
+    assert (result["edge_equal"] == 0).all() and result["edge_null"].max() < 0.5
+    lines = list(edge_lines(result))
     assert len(lines) == 1 + len(path) and all(name in line for name, line in zip(path, lines[1:], strict=True))
 
 
@@ -279,7 +279,7 @@ def test_an_edge_is_what_a_hook_that_replaces_one_write_does(pythia, pairs, foun
 def test_answers_that_do_not_follow_the_evidence_have_no_edges(pairs, found):
     nothing = {name: 0 * values for name, values in found.items() if not name.startswith("edge")}
     result = measure_patching(nothing, UNTRAINED * 6, pairs, LAYERS)
-    assert "do not follow" in result.unmeasured[EDGE] and result.edge is None
+    assert "do not follow" in result.unmeasured[EDGE] and "edge" not in result.arrays
 
 
 # ---- along a direction -----------------------------------------------------------------------------------------------
@@ -338,7 +338,7 @@ def test_a_direction_has_both_kinds_of_control_and_their_effects_are_those_of_a_
                 assert effect[kind][1, 1, draw, i] == pytest.approx(pairs.sign[i] * shift, abs=2e-3)
     result = measure_patching(effect, UNTRAINED * 6, pairs, LAYERS, along=True)
     highest = max(float(effect[kind][1, 1].mean(1).max()) for kind in (SIZE, VARIANCE))
-    assert result.last.null[1, 1] == pytest.approx(highest)  # of 2 draws the band is the whole range
+    assert result["last_null"][1, 1] == pytest.approx(highest)  # of 2 draws the band is the whole range
     assert any(note.startswith("along the direction alone, layer 2, last token") for note in result.notes)
     assert VARIANCE in result.notes[-1] and not result.warnings
     del effect[VARIANCE]

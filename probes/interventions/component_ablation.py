@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Literal
 
@@ -27,7 +27,7 @@ from llmgeom.probe import (
     Unavailable,
     is_control,
 )
-from llmgeom.probes.interventions.component_results import measure_blocks, measure_heads, titled
+from llmgeom.probes.interventions.component_results import TITLES, measure_blocks, measure_heads
 from llmgeom.probes.interventions.halves import (
     ESTIMATION,
     EVALUATION,
@@ -255,7 +255,8 @@ class ComponentProbe:
         measure = measure_heads if self.kind == "heads" else measure_blocks
         controls = [one for one in data.control_observations if one]
         clusters = np.array(data.capture.batch.cluster)
-        return titled(measure(data.observations, controls, self.method, clusters, self.positions), self.method)
+        found = measure(data.observations, controls, self.method, clusters, self.positions)
+        return replace(found, title=f"{found.title}: {TITLES[self.method]}")
 
 
 def question(

@@ -38,7 +38,7 @@ from llmgeom.probes.interventions.intervention import (
 from llmgeom.probes.interventions.text_pairs import ROLES, TextPairs
 from llmgeom.probes.shared.nulls import compare, mean_of
 from llmgeom.progress import tell
-from llmgeom.result import Curve, Figure, Measured, Result, curve, quantity
+from llmgeom.result import Figure, Measured, labelled, line
 from llmgeom.stats.resampling import LEAST_CLUSTERS, band, interval_ends, jackknife, mean_intervals
 
 PROBE = "text_patching"
@@ -52,11 +52,8 @@ MOST_EDGES = 12  # the largest edges
 OF_COPY = 40  # prompts on which an untrained copy is read
 EDGES = (*((MARK, role) for role in range(1, len(ROLES))), *((role, LAST) for role in range(1, LAST)))
 # Around the shift by a patch at one position.
-PATCHED = {
-    "interval": "sets of labels",
-    "null": "band of random directions of equal size there; along a direction, of the higher control",
-    "beside": "total",
-}
+BAND = "band of random directions of equal size there; along a direction, of the higher control"
+SETS = "sets of labels"
 NO_VARIANCE = "no exchange has the same variance: compared with exchanges of the same size alone"
 
 
@@ -319,46 +316,6 @@ def _at(pairs: TextPairs, position: Tensor) -> Tensor:
 # ---- the result ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextPatching(Result):
-    """Effect on the answers of one observation that is exchanged inside the model, by layer and position."""
-
-    TITLE = "Interchange of evidence in text"
-
-    cells: np.ndarray = quantity(
-        "layer position",
-        "bits",
-        "shift of the log odds towards the counterfactual answer, patched at the input of a layer",
-        Figure("heatmap"),
-    )
-    edited: np.ndarray | None = quantity(
-        "layer position",
-        "1 or 0",
-        "1: measured by a patch; 0: estimated from gradients, times what patches of a sample give",
-        Figure("heatmap"),
-    )
-    total: np.ndarray = quantity("layer", "bits", "total effect, the same for every layer")
-    mark: Curve = curve("layer", "bits", "shift by a patch at the changed mark", **PATCHED)
-    last: Curve = curve("layer", "bits", "shift by a patch at the last token", **PATCHED)
-    equal: Curve | None = curve(
-        "layer",
-        "bits",
-        "shift by equal evidence: the residual of another observation with the same mark",
-        interval="sets of labels",
-    )
-    edge: Curve | None = curve(
-        "edge",
-        "of the total effect",
-        "share of an edge of attention; what the receiver reads off the sender, in one layer",
-        interval="sets of labels",
-        null="band of random writes of equal size",
-        beside="edge_equal",
-    )
-    edge_equal: np.ndarray | None = quantity(
-        "edge", "of the total effect", "the same edge with equal evidence; 0 where the sender is not the changed mark"
-    )
-
-
 @dataclass(frozen=True)
 class TextPatchingProbe:
     """Patches one observation's counterfactual into a model, at each layer's input and position.
@@ -416,7 +373,7 @@ class TextPatchingProbe:
         ]
         return 5 * whole + patches + writes + priced(every, depth, np.mean(tokens), most) + 6 * staged * whole
 
-    def measure(self, data: ProbeInput) -> TextPatching:
+    def measure(self, data: ProbeInput) -> Measured:
         """Total effect and heat map. Raises UserError for fewer than 5 clusters."""
         return measure_patching(data.observations, data.control_observations, self.pairs, self.layers, bool(self.along))
 
@@ -427,7 +384,7 @@ def measure_patching(
     pairs: TextPairs,
     layers: Sequence[int],
     along: bool = False,
-) -> TextPatching:
+) -> Measured:
     """`TextPatchingProbe.measure` from the effects of the model and the total effects of the untrained controls.
 
     Args:
@@ -454,10 +411,12 @@ def measure_patching(
     random = [layer_band({kind: draws[:, place].T for kind, draws in kinds.items()}) for place in range(2)]
     off = effect.get("off", np.zeros(cells.shape[:2]))[..., None]
 
-    def curve_of(values: np.ndarray, role: int, null: np.ndarray | None, of: np.ndarray) -> Curve:
+    def curve_of(
+        name: str, meaning: str, values: np.ndarray, role: int, null: Any, of: np.ndarray, beside: str
+    ) -> dict:
         mean = values.mean(1)[:, None]
-        reach = np.hypot(mean_intervals(values, of) - mean, 2 * off[:, role])
-        return Curve(mean[:, 0], mean + reach * [-1, 1], null)
+        ends = mean + np.hypot(mean_intervals(values, of) - mean, 2 * off[:, role]) * [-1, 1]
+        return line(name, mean[:, 0], "layer", "bits", meaning, interval=(SETS, ends), null=(BAND, null), beside=beside)
 
     twin = (pairs.equal >= 0).numpy()
     has_equal = len(set(clusters[twin])) >= LEAST_CLUSTERS
@@ -469,16 +428,35 @@ def measure_patching(
             f"patched: the {count[0]} of {cells[..., 0].size} layers and positions that are largest by gradients, and "
             f"{count[1]} others at random; the others, with their controls, are estimated. --exact patches all"
         )
-    return TextPatching(
-        cells=cells.mean(-1),
-        edited=(effect["edited"] > 0).astype(float) if "edited" in effect else None,
-        total=np.full(len(layers), total.mean()),
-        mark=curve_of(mark, MARK, random[0], clusters),
-        last=curve_of(last, LAST, random[1], clusters),
-        equal=curve_of(effect["equal"][:, twin], MARK, None, clusters[twin]) if has_equal else None,
+    at, map_of = "shift by a patch at the {}", {"axes": "layer position", "figure": Figure("heatmap")}
+    arrays = {
+        "cells": labelled(
+            cells.mean(-1),
+            unit="bits",
+            meaning="shift of the log odds towards the counterfactual answer, patched at the input of a layer",
+            **map_of,
+        ),
+        "edited": labelled(
+            (effect["edited"] > 0).astype(float) if "edited" in effect else None,
+            unit="1 or 0",
+            meaning="1: measured by a patch; 0: estimated from gradients, times what patches of a sample give",
+            **map_of,
+        ),
+        "total": labelled(
+            np.full(len(layers), total.mean()), "layer", "bits", "total effect, the same for every layer"
+        ),
+        **curve_of("mark", at.format("changed mark"), mark, MARK, random[0], clusters, "total"),
+        **curve_of("last", at.format("last token"), last, LAST, random[1], clusters, "total"),
+    }
+    if has_equal:
+        meaning = "shift by equal evidence: the residual of another observation with the same mark"
+        arrays |= curve_of("equal", meaning, effect["equal"][:, twin], MARK, None, clusters[twin], "")
+    return Measured.of(
+        "Interchange of evidence in text",
+        arrays | edges,
+        __name__,
         estimates=tuple(estimates),
-        **edges,
-        ticks={"layer": tuple(layers), "position": ROLES, "edge": names},
+        ticks={"layer": tuple(layers), "position": ROLES} | ({"edge": names} if names else {}),
         notes=(*notes, *(_along(mark, last, kinds, layers) if along else ())),
         warnings=(NO_VARIANCE,) * (along and VARIANCE not in kinds),
         unmeasured=unmeasured | ({} if names else {EDGE: _why_no_edge(effect, total)}),
@@ -490,15 +468,19 @@ def _edges(
 ) -> tuple[tuple[str, ...], dict[str, Any]]:
     """Names of the largest edges in the order of layers, and their quantities as shares of the total effect."""
     if not len(effect.get("edge", ())):
-        return (), {"edge": None, "edge_equal": None}
+        return (), {}
     shift, random, equal = (effect[f"edge_{name}"] for name in ("shift", "random", "equal"))
     rows, whole = np.arange(len(total)), total.mean()
     spans = [jackknife(partial(_ratio, row, total), rows, clusters) for row in shift]
     bands = np.array([band(draws) for draws in random.mean(2) / whole])
-    return tuple(f"{layer}: {ROLES[sender]} -> {ROLES[receiver]}" for layer, sender, receiver in effect["edge"]), {
-        "edge": Curve(shift.mean(1) / whole, interval_ends(spans), bands),
-        "edge_equal": equal.mean(1) / whole,
-    }
+    names = tuple(f"{layer}: {ROLES[sender]} -> {ROLES[receiver]}" for layer, sender, receiver in effect["edge"])
+    unit, meaning = "of the total effect", "share of an edge of attention; what the receiver reads off the sender"
+    shares = line(
+        "edge", shift.mean(1) / whole, "edge", unit, meaning, interval=(SETS, interval_ends(spans)),
+        null=("band of random writes of equal size", bands), beside="edge_equal",
+    )  # fmt: skip
+    equals = "the same edge with equal evidence; 0 where the sender is not the changed mark"
+    return names, shares | {"edge_equal": labelled(equal.mean(1) / whole, "edge", unit, equals)}
 
 
 def _why_no_edge(found: Mapping[str, np.ndarray], total: np.ndarray) -> str:
