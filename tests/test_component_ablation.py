@@ -31,7 +31,7 @@ from llmgeom.probes.interventions.component_results import (
     head_fractions,
 )
 from llmgeom.probes.interventions.halves import ESTIMATION, EVALUATION, halves
-from llmgeom.probes.interventions.intervention import Intervention
+from llmgeom.probes.interventions.intervention import Intervention, two_stages
 from llmgeom.prompts import text as in_text
 from llmgeom.record import Record
 from llmgeom.result import STRONGEST
@@ -276,45 +276,44 @@ def test_the_kl_of_gradients_is_the_kl_of_a_small_edit(family, subject):
 
 
 class Drawn:
-    """A runner of known effects, whose gradients are off by a factor and a scatter."""
+    """A runner of known effects of both signs, whose gradients are off by a factor and a scatter."""
 
-    def __init__(self, seed: int, scatter: float) -> None:
+    def __init__(self, seed: int, scatter: float, sign: int = 1) -> None:
         rng = np.random.default_rng(seed)
         self.kl = np.exp(1.5 * rng.standard_normal((270, 1)) + 0.3 * rng.standard_normal((270, 30)))
         self.rough = 0.3 * self.kl * np.exp(scatter * rng.standard_normal((270, 1)))
+        self.kl[::2], self.rough[::2] = sign * self.kl[::2], sign * self.rough[::2]
         self.ran = []
 
-    def approximate_kl(self, edits, seed):
-        return self.rough[[int(edit.name) for edit in edits]]
-
-    def run(self, edits, stage=""):
+    def measure(self, edits, stage=""):
         self.ran += [int(edit.name) for edit in edits]
-        return {"/kl": self.kl[self.ran]}
+        return {"kl": self.kl[self.ran]}
 
 
-def test_what_two_stages_leave_out_is_known_to_its_error():
+@pytest.mark.parametrize("sign", [1, -1])
+def test_what_two_stages_leave_out_is_known_to_its_error(sign):
     """Of 300 models with 270 heads, gradients off by a factor of .3 and by half: the total, within 2 standard errors,
-    and the largest head."""
-    edits, covered, found, errors = [Intervention(str(i), {}) for i in range(270)], [], [], []
+    and the largest head; also of effects of either sign, towards the sign of each."""
+    groups, covered, found, errors = [[Intervention(str(i), {})] for i in range(270)], [], [], []
     for seed in range(300):
-        runner = Drawn(seed, 0.5)
-        made = component_ablation.two_stages(runner, edits, 1, seed)
+        runner = Drawn(seed, 0.5, sign)
+        made = two_stages(runner, groups, runner.rough, "kl", seed=seed)
         assert len(runner.ran) <= 48 and (made["kl"][runner.ran] == runner.kl[runner.ran]).all()
-        total = runner.kl.mean(1).sum()
-        covered.append(abs(made["kl"].mean(1).sum() - total) < 2 * made["total_error"])
-        found.append(made["edited"][runner.kl.mean(1).argmax()] > 0)
-        errors.append(made["total_error"] / total)
+        each, total = np.abs(runner.kl.mean(1)), np.abs(runner.kl.mean(1)).sum()
+        covered.append(abs(np.abs(made["kl"].mean(1)).sum() - total) < 2 * made["total_error"][0])
+        found.append(made["edited"][each.argmax()] > 0)
+        errors.append(made["total_error"][0] / total)
     assert 0.88 < np.mean(covered) < 0.99 and np.mean(found) > 0.99 and np.median(errors) < 0.09
 
 
 def test_of_many_heads_the_largest_by_gradients_and_a_sample_are_edited(llama, monkeypatch):
     whole = examine(llama, BATCH, "heads", nulls=2).results["heads_zero"]
-    for name, value in (("EVERY", 8), ("TOP", 4), ("SAMPLE", 6)):
-        monkeypatch.setattr(component_ablation, name, value)
+    monkeypatch.setattr(component_ablation, "EVERY", 8)
+    monkeypatch.setattr(component_ablation, "EDITED", 6)
     part = examine(llama, BATCH, "heads", nulls=2, exact=False).results["heads_zero"]
     edited = part.arrays["edited"] == 1
-    assert 7 < edited.sum() <= 10 and part.notes[-1].startswith(
-        "edited: the 4 heads of 16 that are largest by gradients"
+    assert 7 < edited.sum() <= 12 and part.notes[-1].startswith(
+        "edited: the 6 heads of 16 that are largest by gradients"
     )
     np.testing.assert_allclose(part.arrays["kl"][edited], whole.arrays["kl"][edited], rtol=1e-4)
     outside = whole.arrays["kl"][~edited]
@@ -407,13 +406,14 @@ def test_the_largest_is_found_on_one_half_and_taken_on_the_other():
 def test_fractions_of_heads_and_blocks_by_hand():
     kl = np.array([[8.0, 8], [4, 4], [2, 2], [1, 1]])
     half = np.array([0, 1])
-    over = {name: a.sum() / b.sum() for name, (a, b) in head_fractions({"kl": kl, "evidence": -kl}, half).items()}
+    effects = {"kl": kl, "evidence": -kl, "half": half, "layers": 1}
+    over = {name: a.sum() / b.sum() for name, (a, b) in head_fractions(effects).items()}
     assert over == {LARGEST: 8, SHARE: 8 / 15, SECOND: 0.5, EVIDENCE: -1}
     for block, weakest, median in (([9.0, 2, 4, 7, 1], 2, 4), ([9.0, 2, 4, 1], 2, 3), ([5.0, 3, 1], 3, 3)):
         layers = len(block)
         stacked = np.repeat(np.array([[1.0] * layers, [3.0] * layers, block]).reshape(-1, 1), 2, 1)
-        effects = {"kl": stacked, "evidence": stacked}
-        over = {name: a.sum() / b.sum() for name, (a, b) in block_fractions(effects, half).items()}
+        effects = {"kl": stacked, "evidence": stacked, "half": half}
+        over = {name: a.sum() / b.sum() for name, (a, b) in block_fractions(effects).items()}
         beside = {OVER_MEDIAN: weakest / median, OVER_LAST: weakest / block[-1]}
         assert over == {BRANCH: 3, WEAKEST: weakest, EVIDENCE: max(block)} | beside
         assert median == np.median(block)
@@ -424,12 +424,12 @@ def test_intervals_delete_whole_units(llama):
     record = examine(llama, batch, "heads", nulls=1)
     made = ablated(llama, "heads", batch=batch)
     clusters = np.array(halves(batch, 0)[1].cluster)
-    names, half = np.unique(clusters), folds(clusters, 0, 2)
+    names = np.unique(clusters)
     quantile = scipy_stats.t.ppf(0.975, len(names) - 1)
     assert len(clusters) == 2 * len(names)
     for way in METHODS["heads"]:
         kl = made[way]["kl"]
-        above, below = head_fractions({"kl": kl}, half)[SHARE]
+        above, below = head_fractions(made[way])[SHARE]
         logs = np.log([above[clusters != name].sum() / below[clusters != name].sum() for name in names])
         error = np.sqrt((len(names) - 1) * np.square(logs - logs.mean()).mean())
         h = outcome(record, f"heads_{way}")[SHARE]

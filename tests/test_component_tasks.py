@@ -252,15 +252,14 @@ def times(each, clusters=40, layers=3, seed=0):
     error = np.ones((3 * layers, n))
     error[2 * layers + 1] = each * np.exp(0.5 * rng.standard_normal(n)) * 0.1
     effects = {"kl": np.ones((3 * layers, n)), "evidence": error, "mae": error, "clean_mae": np.full_like(error, 0.1)}
-    half = np.arange(n) % 2
-    return {**effects}, half
+    return effects | {"half": np.arange(n) % 2}
 
 
 @pytest.mark.parametrize(("each", "word"), [(15, "holds"), (10.05, "open"), (7, "ruled out")])
 def test_tenfold_is_beyond_ten_and_beyond_the_twins(each, word):
-    made, half = times(each)
-    untrained = [block_fractions(times(1.5, seed=i + 1)[0], half) for i in range(20)]
-    found = estimates("blocks_task", block_fractions(made, half), untrained, np.arange(40))
+    made = times(each)
+    untrained = [block_fractions(times(1.5, seed=i + 1)) for i in range(20)]
+    found = estimates("blocks_task", block_fractions(made), untrained, np.arange(40))
 
     measured = Measured("", "", "", "", "", found, {}, {})
     h = next(h for h in claims.judge({"x": measured})["x"].estimates if h.name == TENFOLD)
@@ -269,28 +268,28 @@ def test_tenfold_is_beyond_ten_and_beyond_the_twins(each, word):
     error = np.log(h.value / h.low) / scipy_stats.t.ppf(0.975, 39)
     p = scipy_stats.t.sf(np.log(h.value / 10) / error, 39)
     assert h.p == pytest.approx(max(p, 1e-6))
-    of_untrained = [block_fractions(times(20, seed=i + 1)[0], half) for i in range(20)]
-    other = estimates("blocks_task", block_fractions(made, half), of_untrained, np.arange(40))
+    of_untrained = [block_fractions(times(20, seed=i + 1)) for i in range(20)]
+    other = estimates("blocks_task", block_fractions(made), of_untrained, np.arange(40))
     assert next(h for h in other if h.name == TENFOLD).p > 0.9, "an untrained model that loses more leaves no claim"
 
 
 def test_a_second_head_at_half_of_the_largest_is_no_head_that_stands_out():
     half, rng = np.arange(40) % 2, np.random.default_rng(0)
 
-    def kl(second, seed=0):
+    def kl(second, seed=0, layers=2):
         scatter = np.exp(0.05 * np.random.default_rng(seed).standard_normal((4, 40)))
         one = np.array([[1.0], [second], [0.1], [0.1]]) * scatter
-        return {"kl": one, "evidence": one, "mae": one, "clean_mae": 0 * one}
+        return {"kl": one, "evidence": one, "mae": one, "clean_mae": 0 * one, "half": half, "layers": layers}
 
-    untrained = [head_fractions(kl(rng.uniform(0.8, 1), i + 1), half, 2) for i in range(20)]
+    untrained = [head_fractions(kl(rng.uniform(0.8, 1), i + 1)) for i in range(20)]
     found = {}
     for second in (0.3, 0.6):
-        fractions = head_fractions(kl(second), half, 2)
+        fractions = head_fractions(kl(second))
         found[second] = {h.name: h for h in estimates("heads_task", fractions, untrained, np.arange(40))}
     assert found[0.3][SECOND].p < 0.05 and found[0.3][SECOND].high < 0.5
     assert found[0.6][SECOND].p > 0.5 and found[0.6][SECOND].low > 0.5
     assert found[0.3][FIRST].value == pytest.approx(1.3 / 1.5, rel=0.02)
-    assert FIRST not in head_fractions(kl(0.3), half, 1)
+    assert FIRST not in head_fractions(kl(0.3, layers=1))
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------

@@ -38,16 +38,16 @@ def drawn(attention: float, mlp: float, seed: int, size: float = 1.0, evidence: 
     branches = scale * np.exp(0.4 * rng.standard_normal((2, 2, 30)) - 0.08)
     kl = np.concatenate([branches.reshape(4, 30), branches.sum(0)])
     norms = np.array([4.0, 9.0])[:, None, None] * branches
-    return {"kl": kl, "norms": norms, "layers": 2} | ({"evidence": 0.5 * kl} if evidence else {})
+    return {"kl": kl, "norms": norms, "layers": 2, "half": HALF} | ({"evidence": 0.5 * kl} if evidence else {})
 
 
 def measured(own: Effects, untrained: list[Effects]):
-    return measure_blocks(own, untrained, "mean", np.arange(30), HALF, "query")
+    return measure_blocks(own, untrained, "mean", np.arange(30), "query")
 
 
 def judged(own: Effects, untrained: list[Effects]) -> dict:
     made = measured(own, untrained)
-    return {h.name: h for h in claims.judge({"blocks_mean": made.lowered()})["blocks_mean"].estimates}
+    return {h.name: h for h in claims.judge({"blocks_mean": made})["blocks_mean"].estimates}
 
 
 def branches(model: Effects) -> np.ndarray:
@@ -66,10 +66,10 @@ def test_shares_are_sums_over_layers():
     lengths = np.sqrt(own["norms"].mean(2)).sum(1)
     assert found[MLP_NORM].value == pytest.approx(lengths[1] / lengths[0])
     made = measured(own, SMALL)
-    assert made.evidence is not None and "0.8" in made.notes[-1] and "0.9" in made.notes[-1]
-    np.testing.assert_allclose(made.mlp.value, branches(own)[1].mean(1))
-    np.testing.assert_allclose(made.attention_evidence, 0.5 * branches(own)[0].mean(1))
-    np.testing.assert_allclose(made.attention_norm, np.sqrt(own["norms"][0].mean(1)))
+    assert "evidence" in made.arrays and "0.8" in made.notes[-1] and "0.9" in made.notes[-1]
+    np.testing.assert_allclose(made["mlp"], branches(own)[1].mean(1))
+    np.testing.assert_allclose(made["attention_evidence"], 0.5 * branches(own)[0].mean(1))
+    np.testing.assert_allclose(made["attention_norm"], np.sqrt(own["norms"][0].mean(1)))
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,8 @@ def price(
         for probe in [probe for probe in plan.probes.values() if hasattr(probe, "priced")]:
             edited += probe.priced(who, plan.inputs[MAIN])
             if UNTRAINED in probe.NEEDS.controls:
-                edited += copies * probe.priced(who, plan.inputs[MAIN], control=True)
+                drawn = min(copies, getattr(probe, "copies", copies))
+                edited += drawn * probe.priced(who, plan.inputs[MAIN], control=True)
         read = sum(int(work.runs.sum()) for work in works)
         sources[str(plan.batch.source.get("name", "prompts"))] = {
             "prompts": len(plan.batch),

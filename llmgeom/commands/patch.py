@@ -68,6 +68,11 @@ class RunConfig(config.ChatConfig):
     controls: int | None = flag(
         None, "Random subspaces or directions. [default: 39; with --process alone 5]", least=1, name="--random-edits"
     )
+    exact: bool = flag(
+        False,
+        "With --process: patch every position of every layer. By default, of more than 60, the 24 largest by gradients "
+        "and 24 others at random.",
+    )
     nulls: int = config.draws_flag("Untrained copies")
     batch_tokens: int = flag(4096, "Tokens that run at the same time.", least=1, most=LARGEST_SEED)
     seed: int = flag(0, "Fixes sequences, donors, halves and controls.", least=0, most=LARGEST_SEED)
@@ -196,6 +201,8 @@ def prepare(settings: RunConfig) -> Job:
     layers = settings.layers
     places("--layers", layers, 1, strict=False)
     _check_axis(settings)
+    if settings.process is None:
+        settings.refuse_unread(("exact",), "no --process")
     if settings.chat and settings.process is None:
         raise UserError("--chat reads lists as messages: give --process NAME")
     if settings.prompts is not None:
@@ -282,7 +289,7 @@ def _of_process(settings: RunConfig, spec: str, layers: str) -> Job:
         layers=layers,
         directions=settings.controls or (DIRECTIONS if saved is None else SUBSPACES),
         axis=saved,
-        **settings.values("n", "ks", "nulls", "seed", "batch_tokens"),
+        **settings.values("n", "ks", "exact", "nulls", "seed", "batch_tokens"),
     )
     content = {} if saved is None else {"along": saved.plain}
     return Job(settings, located, f"patch-{config.safe(text.title(process))}", ask, content)
@@ -304,6 +311,7 @@ def question_of_text(
     layers: str | Sequence[int] | None = None,
     directions: int = DIRECTIONS,
     axis: SavedDirection | None = None,
+    exact: bool = False,
     nulls: int = config.DRAWS,
     seed: int = 0,
     batch_tokens: int = 4096,
@@ -314,6 +322,7 @@ def question_of_text(
         n: prompts, spread over the numbers of observations.
         ks: numbers of observations; by default those of the process above 0.
         axis: a direction, whose component alone is exchanged, at the input of its layer.
+        exact: patch every position of every layer.
 
     Raises:
         UserError: a direction that is not of this model's residual stream; a layer that does not exist; no tokenizer;
@@ -336,7 +345,7 @@ def question_of_text(
     each, positions = -(-n // len(ks)), subject.facts["positions"]
     batch = text.sample(process, each, seed, subject.tokenizer, ks=ks, positions=positions)
     pairs = TextPairs.of(batch, subject.tokens(batch), text.changes(process, batch, seed))
-    probe = TextPatchingProbe(text.title(process), pairs, chosen, directions, seed, batch_tokens, along)
+    probe = TextPatchingProbe(text.title(process), pairs, chosen, directions, seed, batch_tokens, along, exact)
     facts: dict[str, Any] = {"interchange": {"layers": list(chosen), "directions": directions, "pairs": len(pairs.x)}}
     if axis is not None:
         where = f"{axis.site.value} {axis.layer}"

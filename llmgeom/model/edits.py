@@ -227,12 +227,14 @@ class Resume:
     Attributes:
         start: The first layer that runs.
         first: [input] the first position that runs: no edit and no row that is read lies before it. Inputs beyond the
-            batch's own are further copies of it, one after another.
+            batch's own are further copies of it, one after another; of the batch alone it holds for every copy.
+        end: The first layer that no longer runs, as nothing above is read; None for all.
     """
 
     clean: Clean
     start: int
     first: Tensor
+    end: int | None = None
 
     def left(self, lengths: Tensor) -> Tensor:
         """[input] how many positions of inputs of these lengths run."""
@@ -240,10 +242,11 @@ class Resume:
 
     def of(self, members: Sequence[int], lengths: Tensor) -> Resumed:
         """The part of some inputs of these lengths that runs."""
-        own = torch.tensor(members) % len(self.first)
-        first = self.first[own]
+        lines = torch.tensor(members)
+        first = self.first[lines % len(self.first)]
         position = first[:, None] + torch.arange(int((lengths - first).max()))
-        return Resumed(self.clean, self.start, own, position, int(lengths.max()))
+        own = lines % len(self.clean.residual[0])
+        return Resumed(self.clean, self.start, own, position, int(lengths.max()), self.end)
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,6 +258,7 @@ class Resumed:
         own: [input] its number in the clean batch.
         position: [input place] the position of each place that runs; from `width` on there is none.
         width: The length of the longest input.
+        end: The first layer that no longer runs; None for all.
     """
 
     clean: Clean
@@ -262,6 +266,7 @@ class Resumed:
     own: Tensor
     position: Tensor
     width: int
+    end: int | None = None
 
     def cut(self, x: Tensor) -> Tensor:
         """[input place ...] of x [input position]; beyond the end what is at the end, which nothing reads."""

@@ -170,7 +170,7 @@ def _watched(blocks: Sequence[Block], returns: list[int]) -> Iterator[None]:
 
 @contextmanager
 def skipping(blocks: Sequence[Block], returns: Sequence[int]) -> Iterator[None]:
-    """While this holds, the layers below the first one of a resumed pass return their input. Counted, as `attached`.
+    """While this holds, the layers that a resumed pass leaves out return their input. Counted, as `attached`.
 
     returns: how many things each layer returns, 0 for a tensor alone (`Clean.returns`).
     """
@@ -179,7 +179,9 @@ def skipping(blocks: Sequence[Block], returns: Sequence[int]) -> Iterator[None]:
         @wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
             recorder = active.get()
-            if recorder is None or recorder.resumed is None or index >= recorder.resumed.start:
+            if recorder is None or (ran := recorder.resumed) is None:
+                return forward(*args, **kwargs)
+            if index >= ran.start and (ran.end is None or index < ran.end):
                 return forward(*args, **kwargs)
             x = args[0] if args else kwargs["hidden_states"]
             return (x, *[None] * (returns[index] - 1)) if returns[index] else x

@@ -51,7 +51,7 @@ def gather(
     done = 0
     attached = nullcontext() if only_stored else reader.forward.attached(plan.attends)
     skipped: AbstractContextManager[None] = nullcontext()
-    if plan.resume is not None and plan.resume.start > 0:
+    if plan.resume is not None and (plan.resume.start > 0 or plan.resume.end is not None):
         skipped = skipping(reader.blocks, plan.resume.clean.returns)
     with attached, skipped, plan.writing(shards), _batches(reader, plan, shards) as batch:
         for index in shards:
@@ -306,7 +306,7 @@ def one_pass(reader: Reader, plan: Pass, members: list[int]) -> Callable[[], dic
 
 def _check_pass(reader: Reader, plan: Pass, recorder: Recorder) -> None:
     """Every layer whose attention is read ran once, and every edit was made."""
-    expected = [*attending(reader.blocks)][plan.resume.start if plan.resume else 0 :]
+    expected = [*attending(reader.blocks)][slice(plan.resume.start, plan.resume.end) if plan.resume else slice(None)]
     if plan.attends and recorder.seen != expected:
         raise UnsupportedModel(
             f"{reader.name}: attention ran in layers {recorder.seen} instead of each of {expected} once; {INSTEAD}"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Literal
 
@@ -14,20 +13,44 @@ from torch import Tensor
 
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.edits import Point
-from llmgeom.plan import Plan
-from llmgeom.probe import UNTRAINED, Batch, Capture, Measured, Model, Needs, Probe, ProbeInput, Site, Unavailable
-from llmgeom.probes.interventions.component_results import measure_blocks, measure_heads, titled
-from llmgeom.probes.interventions.halves import ESTIMATION, PROMPT_SITES, Halves, Positions, check, halves
+from llmgeom.plan import Plan, subset_of
+from llmgeom.probe import (
+    UNTRAINED,
+    Batch,
+    Capture,
+    Measured,
+    Model,
+    Needs,
+    Probe,
+    ProbeInput,
+    Site,
+    Unavailable,
+    is_control,
+)
+from llmgeom.probes.interventions.component_results import TITLES, measure_blocks, measure_heads
+from llmgeom.probes.interventions.halves import (
+    ESTIMATION,
+    EVALUATION,
+    PROMPT_SITES,
+    Halves,
+    Positions,
+    check,
+    halves,
+)
 from llmgeom.probes.interventions.intervention import (
+    EDITED,
+    EVERY,
     GRADIENTS,
     Effects,
     Intervention,
     Location,
     Move,
-    Runner,
     add,
+    copies_of,
+    gradients,
     priced,
     to_mean,
+    two_stages,
     zero,
 )
 from llmgeom.provenance import CONTROLS, UNCLAIMED
@@ -44,8 +67,7 @@ BRANCHES: dict[str, tuple[Point, ...]] = {
     "block": ("attn_out", "mlp_out"),
 }
 DONORS = 4  # donors of an input in resample ablation, each from another cluster
-# Of more than EVERY heads of prompts the first TOP of a ranking by gradients are edited, and a SAMPLE of the others.
-EVERY, TOP, SAMPLE = 96, 24, 24
+OF_COPY = 12  # prompts on which an untrained copy is read
 
 
 def components(kind: Kind, layers: int, heads: int, width: int) -> list[tuple[tuple[Location, ...], slice]]:
@@ -89,19 +111,35 @@ def to_donor(activations: Mapping[Location, Tensor], donor: np.ndarray, location
     return add((by_input[torch.from_numpy(donor)] - by_input).flatten(0, 1))
 
 
-def ablate(split: Halves, kind: Kind, method: Method, positions: Positions, exact: bool = True) -> Effects:
+def stages(kind: Kind, control: bool) -> tuple[int, tuple[int, ...]]:
+    """How many components of a stratum (heads; attentions, MLPs, whole blocks) are edited as the largest by gradients,
+    and at random, by `two_stages`; and the strata that are edited whole.
+
+    Of the model every whole block is, since the weakest one counts. A third of the edits suffices for an untrained
+    copy, whose numbers only say how far apart copies lie: simulated as in `two_stages`, with a log sd of .5, 4 and 4
+    of 30 components give their total to 14 %, 8 and 8 of 270 to 12 %, by which the null is wider.
+    """
+    if kind == "heads":
+        return (EDITED // 3 if control else EDITED), ()
+    return (EDITED // 6, ()) if control else (EDITED // 3, (2,))
+
+
+def ablate(
+    split: Halves, kind: Kind, method: Method, positions: Positions, exact: bool = True, control: bool = False
+) -> Effects:
     """Ablate every component on the evaluation half by one method, with means from the estimation half.
 
     Args:
-        exact: Edit every head; otherwise of many heads of prompts whose exact answer is not known, as `two_stages`.
+        exact: Edit every component; otherwise of many of prompts whose exact answer is not known, as `two_stages`.
         positions: for prompts, "query" is the final token and "all" every position but the first, with one mean
             over all those positions. For a task's sequences, "query" is every query and "all" every position, with a
             mean for each position.
+        control: whether it is an untrained copy, of which fewer are edited (`stages`).
 
     Returns:
-        outcome -> [component prompt], of several donors their mean; layers, their number; of blocks also norms [branch
-        layer prompt], squared length of the writes of attention and MLP in the clean model, mean over the edited
-        positions (for prompts, the final token).
+        outcome -> [component prompt], of several donors their mean; layers, their number; half [prompt], 0 or 1 by
+        cluster; of blocks also norms [branch layer prompt], squared length of the writes of attention and MLP in the
+        clean model, mean over the edited positions (for prompts, the final token). Of two stages also what those give.
 
     Raises:
         Unavailable: layers whose heads have different sizes.
@@ -122,72 +160,31 @@ def ablate(split: Halves, kind: Kind, method: Method, positions: Positions, exac
         assert activations is not None, "positions of prompts do not correspond"
         given = donors(split.evaluation.cluster, DONORS, split.seed)
         moves = [partial(to_donor, activations, donor) for donor in given]
-    ablated = components(kind, layers, heads, width)
-    edits = [
-        Intervention("", {at: move(at) for at in locations}, columns)
-        for locations, columns in ablated
-        for move in moves
+    groups = [
+        [Intervention("", {at: move(at) for at in locations}, columns) for move in moves]
+        for locations, columns in components(kind, layers, heads, width)
     ]
+    edits = [one for group in groups for one in group]
     runner = split.runner("later" if split.task is None and positions == "all" else positions)
-    stage = f"{kind}, {method}"
-    if kind == "heads" and not exact and split.task is None and split.exact is None and len(ablated) > EVERY:
-        effects = two_stages(runner, edits, len(moves), split.seed, stage)
+    stage, rough = f"{kind}, {method}", None
+    if not exact and split.task is None and split.exact is None and len(groups) > EVERY:
+        rough = gradients(lambda: runner.approximate_kl(edits, split.seed), subject)
+    if rough is None:
+        effects = runner.measure(edits, stage)
     else:
-        effects = _means(runner.run(edits, stage), len(moves))
+        number, whole = stages(kind, control)
+        strata = np.repeat(range(3), layers) if kind == "blocks" else ()
+        how = {"strata": strata, "whole": whole, "number": number}
+        effects = two_stages(runner, groups, rough, "kl", seed=split.seed, lead=len(moves), stage=stage, **how)
+    for outcome, found in effects.items():
+        if len(found) == len(edits) and found.ndim == 2:
+            effects[outcome] = found.reshape(len(groups), len(moves), -1).mean(1)
     if kind == "blocks":
         writes = split.activations(points, "query" if split.task is None else positions) or {}
         n = len(split.evaluation)
         by_row = {at: x.square().sum(1).unflatten(0, (n, -1)).mean(1).numpy() for at, x in writes.items()}
         effects["norms"] = np.array([[x for at, x in by_row.items() if at[0] == point] for point in points])
-    return effects | {"layers": np.array(layers)}
-
-
-def _means(effects: Effects, draws: int) -> Effects:
-    """outcome -> [component prompt], mean over the draws of each component, of interventions without a name."""
-    return {name.removeprefix("/"): x.reshape(-1, draws, x.shape[1]).mean(1) for name, x in effects.items()}
-
-
-def two_stages(runner: Runner, edits: Sequence[Intervention], draws: int, seed: int, stage: str = "") -> Effects:
-    """KL of every component, of which the largest by gradients and a random sample of the others are edited.
-
-    The sample has SAMPLE draws with replacement, half of the chance even and half by the gradients' KL (see
-    `Runner.approximate_kl`): the mean of kl / chance is an unbiased estimate of the others' total (Hansen and Hurwitz
-    1943), also where gradients see nothing of a head. What is not edited has the gradients' KL, times the factor that
-    gives this total. Where no gradient can be taken, all are edited.
-
-    Simulated, 1,500 models with 270 heads of log-normal effects, log sd 1.5, gradients off by a log sd of .3 to 1 and
-    blind to 10 heads or none: the total lies within 2 standard errors, 5 to 10 % of it, in 87 to 94 %.
-
-    Args:
-        edits: `draws` of each component, one after another.
-
-    Returns:
-        kl [component prompt], bits; edited [component], 1 for the largest, 2 for the sample, 0 where kl is estimated;
-        rough [component prompt], the gradients' KL; total_error, bits, of the sum of all components' means; off, bits,
-        rms difference of a component's mean from its estimate, in the sample.
-    """
-    groups = np.arange(len(edits)).reshape(-1, draws)
-    try:
-        rough = _means({"/kl": runner.approximate_kl(edits, seed)}, draws)["kl"]
-    except Exception as refusal:  # a family's own modules may refuse a gradient in any way
-        logging.getLogger("llmgeom").info("%s: every head is edited (%s)", runner.subject.name, refusal)
-        return _means(runner.run(edits, stage), draws)
-    size = rough.mean(1)
-    order = np.argsort(-size, kind="stable")
-    others = order[TOP:]
-    chance = 0.5 / len(others) + 0.5 * size[others] / max(size[others].sum(), 1e-300)
-    drawn = np.random.default_rng([seed, 5]).choice(len(others), SAMPLE, p=chance / chance.sum())
-    edited = np.zeros(len(groups), dtype=int)
-    edited[order[:TOP]], edited[others[drawn]] = 1, 2
-    chosen, sample, rest = np.flatnonzero(edited), edited == 2, edited == 0
-    kl = rough.copy()
-    kl[chosen] = _means(runner.run([edits[i] for i in groups[chosen].ravel().tolist()], stage), draws)["kl"]
-    totals = kl[others[drawn]].mean(1) / chance[drawn]
-    factor = max(totals.mean() - kl[sample].mean(1).sum(), 0.0) / max(size[rest].sum(), 1e-300)
-    kl[rest] *= factor
-    off = np.sqrt(np.square(kl[sample].mean(1) - factor * size[sample]).mean())
-    error = totals.std(ddof=1) / np.sqrt(SAMPLE)
-    return {"kl": kl, "edited": edited, "rough": rough, "total_error": np.array(error), "off": np.array(off)}
+    return effects | {"layers": np.array(layers), "half": folds(split.evaluation.cluster, split.seed, 2)}
 
 
 @dataclass(frozen=True)
@@ -197,6 +194,7 @@ class ComponentProbe:
     Attributes:
         task: the task of whole sequences; None for prompts, which are read at their final tokens.
         exact: as in `ablate`.
+        copies: untrained copies that are read; of two stages on OF_COPY prompts.
     """
 
     kind: Kind
@@ -206,6 +204,7 @@ class ComponentProbe:
     batch_tokens: int
     task: World | None = None
     exact: bool = True
+    copies: int = CONTROLS
 
     @cached_property
     def NEEDS(self) -> Needs:
@@ -218,32 +217,46 @@ class ComponentProbe:
         )
 
     def effects(self, subject: Model, captures: Mapping[str, Capture]) -> Effects:
-        """`ablate` in one model."""
+        """`ablate` in one model; nothing of a copy that only another probe reads."""
+        if control := is_control(subject):
+            if subject.facts["untrained"] - self.seed > self.copies:
+                return {}
+            main = captures[EVALUATION]
+            few = None if self.task or self.exact else subset_of(main.batch, self.seed, OF_COPY)
+            if few is not None and len(set(main.batch.take(few.tolist()).cluster)) > 1:
+                captures = {**captures, EVALUATION: main.take(few)}
         split = Halves(subject, captures, self.seed, self.batch_tokens, self.task)
-        return ablate(split, self.kind, self.method, self.positions, self.exact)
+        return ablate(split, self.kind, self.method, self.positions, self.exact, control)
 
     def priced(self, subject: Model, batch: Batch, control: bool = False) -> float:
         """Tokens of whole passes that the edits, and their gradients, of one model take."""
-        depth, whole, draws = len(subject.blocks), int(batch.tokens.lengths.sum()), 1
+        depth, whole, draws, n = len(subject.blocks), int(batch.tokens.lengths.sum()), 1, len(batch)
         first = [locations[0][1] for locations, _ in components(self.kind, depth, subject.facts["heads"], 1)]
-        everywhere = self.positions == "all"
-        read = (1 + everywhere) * whole  # the clean pass, and where the means come from
+        everywhere, staged = self.positions == "all", len(first) > EVERY
+        if self.exact or self.task is not None or "first" in batch.columns:
+            staged = False
+        read = everywhere * whole  # where the means come from
+        if control and not self.exact and self.task is None and n > OF_COPY:
+            whole, n = whole * OF_COPY // n, OF_COPY
+        read += whole  # the clean pass
         if self.method == "resample":
             read, draws = read + everywhere * whole, DONORS
-        edits = draws * priced(first, depth, whole if everywhere or self.task is not None else len(batch))
-        known = self.task is not None or "first" in batch.columns
-        if self.kind == "blocks" or self.exact or known or len(first) <= EVERY:
-            return read + edits
-        return read + edits * (TOP + SAMPLE) / len(first) + whole * (1 + 2 * GRADIENTS)
+        if staged:
+            number, all_of = stages(self.kind, control)
+            some = 2 * number * (3 - len(all_of) if self.kind == "blocks" else 1)
+            first = [i * depth // some for i in range(some)] + [*range(depth)] * len(all_of)
+        most = copies_of(n, subject.facts["vocabulary"])
+        each = whole if everywhere or self.task is not None else n
+        edits = priced([layer for layer in first for _ in range(draws)], depth, each, most)
+        return read + edits + staged * whole * (1 + 2 * GRADIENTS)
 
     def measure(self, data: ProbeInput) -> Measured:
         """Raises UserError if no ablated component reaches the answers."""
-        measure, clusters = measure_heads if self.kind == "heads" else measure_blocks, data.capture.batch.cluster
-        half = folds(clusters, self.seed, 2)
-        found = measure(
-            data.observations, data.control_observations, self.method, np.array(clusters), half, self.positions
-        )
-        return titled(found, self.method)
+        measure = measure_heads if self.kind == "heads" else measure_blocks
+        controls = [one for one in data.control_observations if one]
+        clusters = np.array(data.capture.batch.cluster)
+        found = measure(data.observations, controls, self.method, clusters, self.positions)
+        return replace(found, title=f"{found.title}: {TITLES[self.method]}")
 
 
 def question(
@@ -261,7 +274,8 @@ def question(
     """The question that ablates every head, or every block, by each method, in the model and in `nulls` controls.
 
     Args:
-        nulls: untrained copies; by default CONTROLS, and UNCLAIMED of heads of prompts, of which nothing is claimed.
+        nulls: untrained copies; by default CONTROLS where a claim names them, else UNCLAIMED: of prompts that is the
+            MLPs' share of blocks' means alone.
         task: the task of the batch's whole sequences; None for prompts, which are read at their final tokens.
         positions, exact: as `ablate`; "all" of prompts, which differ in length, leaves out resample ablation.
 
@@ -274,11 +288,14 @@ def question(
         raise Unavailable(f"{subject.name}: {why}")
     estimation, evaluation = halves(batch, seed)
     methods = [way for way in METHODS[kind] if way != "resample" or task is not None or positions == "query"]
+    copies = {
+        method: nulls or (CONTROLS if task or (kind, method) == ("blocks", "mean") else UNCLAIMED) for method in methods
+    }
     probes: dict[str, Probe] = {
-        f"{kind}_{method}": ComponentProbe(kind, method, positions, seed, batch_tokens, task, exact)
+        f"{kind}_{method}": ComponentProbe(kind, method, positions, seed, batch_tokens, task, exact, copies[method])
         for method in methods
     }
     about = {"kind": kind, "methods": methods, "positions": positions, "donors": DONORS}
     facts = {"estimated on": len(estimation), "components": about}
-    nulls = nulls or (UNCLAIMED if kind == "heads" and task is None else CONTROLS)
-    return Plan.of(subject, evaluation, probes, nulls, seed, batch_tokens, {ESTIMATION: estimation}, facts)
+    drawn, samples = max(copies.values()), {ESTIMATION: estimation}
+    return Plan.of(subject, evaluation, probes, drawn, seed, batch_tokens, samples, facts)

@@ -6,7 +6,9 @@ Control edits are interventions, too: those of one name are draws of one control
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -25,8 +27,10 @@ from llmgeom.progress import tell
 from llmgeom.result import Estimate
 from llmgeom.stats.resampling import Interval, Transform
 
-COPIES, NUMBERS = 32, 2**24  # the most copies of a batch in a pass, and log-probabilities of all (two copies at least)
-GRADIENTS = 4  # answers drawn for the approximation of a KL
+COPIES, NUMBERS = 32, 2**26  # the most copies of a batch in a pass, and log-probabilities of all (two copies at least)
+GRADIENTS = 2  # answers drawn for the approximation of a KL
+# Of more than EVERY components the first EDITED of a ranking by gradients are edited, and as many draws of the others.
+EVERY, EDITED = 60, 24
 GRADIENT_TOKENS = 512  # in a pass whose activations stay for gradients
 # (x, row) -> displacement of x. x [row coordinate] float64 has the edited positions, input after input; row [row] is
 # their number among all edited positions of the batch (with one edited position per input: the input's number).
@@ -48,11 +52,18 @@ class Intervention:
         moves: Where, and with what: `zero`, `to_mean`, `add` (resample and patch add a donor's activation less the
             input's own; steering adds a direction), or the moves of an `Axis` (project out, keep only, steer).
         columns: The coordinates that move, such as those of one head.
+        at: [input seq] bool, which of the runner's positions move; None for all. A pass begins at the first of them.
     """
 
     name: str
     moves: Moves
     columns: slice = field(default_factory=lambda: slice(None))
+    at: Tensor | None = None
+
+    @property
+    def begins(self) -> int:
+        """The first layer that it changes."""
+        return min((layer for _, layer in self.moves), default=0)
 
 
 NOTHING = Intervention("", {})
@@ -107,31 +118,41 @@ class Runner:
     clean: Clean | None = None
 
     def run(self, interventions: Sequence[Intervention], stage: str = "") -> Effects:
-        """The effect of every intervention.
+        """`measure`, with the interventions of one name as draws: "NAME/OUTCOME" -> [draw input]."""
+        found, names = self.measure(interventions, stage), [one.name for one in interventions]
+        return {
+            f"{name}/{outcome}": by_input[[i for i, each in enumerate(names) if each == name]]
+            for name in dict.fromkeys(names)
+            for outcome, by_input in found.items()
+        }
+
+    def measure(self, interventions: Sequence[Intervention], stage: str = "") -> Effects:
+        """outcome -> [intervention input], the effect of every intervention.
 
         Args:
             interventions: One for each copy of the batch.
             stage: What the progress calls them; without it they are not shown.
         """
-        lowest = [min((layer for _, layer in one.moves), default=0) if self.clean else 0 for one in interventions]
-        order = sorted(range(len(interventions)), key=lambda i: lowest[i])  # those that begin together run together
+        begins, groups = [one.begins if self.clean else 0 for one in interventions], defaultdict(list)
+        for i, one in enumerate(interventions):
+            # A copy that is compared with the clean one runs the same positions as that.
+            key = tuple(self._first(one).tolist()) if self.compared and self.clean else ()
+            groups[key].append(i)
         found: dict[int, dict[str, np.ndarray]] = {}
         rows = len(self.batch) if self.batch.query is None else int(self.batch.query.sum())
-        per_pass = min(COPIES, max(2, NUMBERS // (rows * self.subject.facts["vocabulary"]))) - self.compared
-        for begin in range(0, len(order), per_pass):
-            chunk = order[begin : begin + per_pass]
-            copies = [interventions[i] for i in chunk] + [NOTHING] * self.compared
-            sites = [x.chunk(len(copies)) for x in self._pass(copies)]
-            for j, i in enumerate(chunk):
-                found[i] = self.outcomes([x[-1] for x in sites], [x[j] for x in sites])
-            if stage:
-                tell(stage, begin + len(chunk), len(order))
-        names = [one.name for one in interventions]
-        return {
-            f"{name}/{outcome}": np.stack([found[i][outcome] for i in range(len(names)) if names[i] == name])
-            for name in dict.fromkeys(names)
-            for outcome in found[0]
-        }
+        most = copies_of(rows, self.subject.facts["vocabulary"]) - self.compared
+        for group in groups.values():
+            order = sorted(group, key=lambda i: begins[i])
+            lowest = [begins[i] for i in order]
+            for chunk in together(lowest, len(self.subject.blocks), most, self.compared):
+                members = [order[i] for i in chunk]
+                copies = [interventions[i] for i in members] + [NOTHING] * self.compared
+                sites = [x.chunk(len(copies)) for x in self._pass(copies)]
+                for j, i in enumerate(members):
+                    found[i] = self.outcomes([x[-1] for x in sites], [x[j] for x in sites])
+                if stage:
+                    tell(stage, len(found), len(interventions))
+        return {outcome: np.stack([found[i][outcome] for i in range(len(found))]) for outcome in found.get(0, ())}
 
     def _pass(self, copies: Sequence[Intervention]) -> list[Tensor]:
         rows = replace(self.batch, posterior=None).take([*range(len(self.batch))] * len(copies))
@@ -142,7 +163,13 @@ class Runner:
         ]
         resume = None
         if self.clean is not None and edits:
-            resume = Resume(self.clean, min(layer for edit in edits for layer in edit.layers or ()), self._first)
+            first = [self._first(one) for one in copies]
+            if self.compared:
+                first[-1] = first[0]
+            # No layer runs above the last one that is read.
+            end = self.layer + 1 if self.sites == (Site.ATTN_OUT,) else None
+            start = min(layer for edit in edits for layer in edit.layers or ())
+            resume = Resume(self.clean, start, torch.cat(first), end)
         options: dict[str, Any] = {"layers": self.layer, "batch_tokens": self.batch_tokens, "resume": resume}
         capture = self.subject.capture(rows, self.sites, edits, **options)
         return [capture.layers(site)[-1] for site in self.sites]
@@ -153,37 +180,38 @@ class Runner:
         place = torch.arange(tokens.data.shape[1])
         return place == tokens.lengths[:, None] - 1 if self.batch.query is None else self.batch.query
 
-    @cached_property
-    def _first(self) -> Tensor:
-        """[input] the first position that is edited or queried."""
-        at = torch.zeros_like(self._queried)
-        at[:, : self.at.shape[1]] = self.at
-        return (at | self._queried).int().argmax(1)
+    def _first(self, one: Intervention) -> Tensor:
+        """[input] the first position that it changes, or that is read."""
+        read = self._queried.clone()
+        read[:, : self.at.shape[1]] |= self.at if one.at is None else one.at
+        return read.int().argmax(1)
 
     @cached_property
-    def _before(self) -> Tensor:
-        """[input] the number of edited positions in all inputs before it."""
-        count = self.at.sum(1)
-        return count.cumsum(0) - count
+    def _row(self) -> Tensor:
+        """[input seq] the number of each edited position among those of all inputs."""
+        return self.at.flatten().cumsum(0).view_as(self.at) - 1
 
     def _rows(self, prompt: Tensor, place: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(line, position, row) of the edited ones of places [line position] of these prompts [line]."""
         width = self.at.shape[1]
         at = self.at[prompt[:, None], place.clamp(max=width - 1)] & (place < width)
         line, position = at.nonzero(as_tuple=True)
-        return line, position, self._before[prompt[line]] + at.cumsum(1)[line, position] - 1
+        return line, position, self._row[prompt[line], place[line, position]]
 
     def _edit(self, copies: Sequence[Intervention], location: Location) -> Callable[[Tensor, Where], Tensor]:
         n = len(self.batch)
 
         def function(x: Tensor, where: Where) -> Tensor:
             copy = where.prompt.cpu() // n
-            line, position, row = self._rows(where.prompt.cpu() % n, where.position.cpu())
+            prompt, place = where.prompt.cpu() % n, where.position.cpu()
+            line, position, row = self._rows(prompt, place)
             before = x[line, position].flatten(1).double().cpu()
             after = before.clone()
             for j in copy.unique().tolist():
                 if location in copies[j].moves:
-                    mine, columns = copy[line] == j, copies[j].columns
+                    mine, columns, at = copy[line] == j, copies[j].columns, copies[j].at
+                    if at is not None:
+                        mine &= at[prompt[line], place[line, position]]
                     after[mine, columns] += copies[j].moves[location](before[mine], row[mine])[:, columns]
             x = x.clone()
             x[line, position] = after.to(x).unflatten(1, x.shape[2:])
@@ -254,6 +282,8 @@ class Runner:
         for i, one in enumerate(interventions):
             for at, move in one.moves.items():
                 step = move(x[at], row)[:, one.columns]
+                if one.at is not None:
+                    step = step * one.at[prompt[line], position][:, None]
                 along = (slopes[at][..., one.columns] * step).sum(-1)
                 found[:, i] += (
                     torch.zeros(len(numbers), len(members), dtype=along.dtype).index_add_(1, line, along).numpy()
@@ -279,10 +309,117 @@ class Runner:
         return np.square(slopes).mean(0) / 2 / count.numpy() / np.log(2)
 
 
-def priced(layers: Iterable[int], depth: int, tokens: int) -> float:
-    """Tokens of whole passes that edits of these first layers take, one of `tokens` tokens each: a pass that begins at
-    layer l runs the other L - l."""
-    return tokens * sum(1 - layer / depth for layer in layers)
+def gradients(approximate: Callable[[], np.ndarray], subject: Model) -> np.ndarray | None:
+    """What an approximation gives; None where no gradient can be taken: then all is edited, which the log says."""
+    try:
+        return approximate()
+    except Exception as refusal:  # a family's own modules may refuse a gradient in any way
+        logging.getLogger("llmgeom").info("%s: everything is edited (%s)", subject.name, refusal)
+        return None
+
+
+def two_stages(
+    runner: Runner,
+    groups: Sequence[Sequence[Intervention]],
+    rough: np.ndarray,
+    outcome: str,
+    *,
+    seed: int,
+    lead: int = 1,
+    strata: Sequence[int] = (),
+    whole: Sequence[int] = (),
+    number: int = EDITED,
+    stage: str = "",
+) -> Effects:
+    """The effect of every component, of which the largest by gradients and a random sample of the others are edited.
+
+    The sample of a stratum has `number` draws with replacement, half of the chance even and half by the gradients'
+    effect: the mean of effect / chance is an unbiased estimate of the others' total (Hansen and Hurwitz 1943), also
+    where gradients see nothing of a component. What is not edited has the gradients' effect, times the factor that
+    gives this total (of effects with a sign, the total towards the sign of the gradients' effect).
+
+    Simulated, 1,500 models with 270 heads of log-normal effects, log sd 1.5, gradients off by a log sd of .3 to 1 and
+    blind to 10 heads or none: the total lies within 2 standard errors, 5 to 10 % of it, in 87 to 94 %.
+
+    Args:
+        groups: The interventions of each component, as many each: `lead` draws, whose mean is its effect, then controls
+            that are run where it is.
+        rough: [intervention input] the effects by gradients, group after group.
+        strata: [component] which stratum it is of; all of one by default. whole: strata of which all are edited.
+        number: Of a stratum, the components that are edited as the largest, and the draws of its others.
+
+    Returns:
+        outcome [intervention input]; edited [component], 1 for the largest, 2 for the sample, 0 where it is estimated;
+        rough [component input]; total_error [stratum], of the sum of its components' means; off [component], 0 where
+        it is edited, else the rms difference of a component's mean from its estimate in the sample of its stratum.
+    """
+    ends = np.cumsum([len(group) for group in groups])
+    places = [np.arange(end - len(group), end) for group, end in zip(groups, ends, strict=True)]
+    of = np.zeros(len(groups), dtype=int) if not len(strata) else np.asarray(strata)
+
+    def led(x: np.ndarray) -> np.ndarray:
+        return np.stack([x[at[:lead]].mean(0) for at in places])
+
+    by_gradients = led(rough).mean(1)
+    size, sign = np.abs(by_gradients), np.where(by_gradients < 0, -1, 1)
+    edited, drawn, rng = np.zeros(len(groups), dtype=int), {}, np.random.default_rng([seed, 5])
+    for stratum in np.unique(of).tolist():
+        members = np.flatnonzero(of == stratum)
+        order = members[np.argsort(-size[members], kind="stable")]
+        if stratum in whole or len(order) <= 2 * number:
+            edited[members] = 1
+            continue
+        others = order[number:]
+        chance = 0.5 / len(others) + 0.5 * size[others] / max(size[others].sum(), 1e-300)
+        some = rng.choice(len(others), number, p=chance / chance.sum())
+        edited[order[:number]], edited[others[some]] = 1, 2
+        drawn[stratum] = others[some], chance[some]
+    chosen = np.concatenate([places[i] for i in np.flatnonzero(edited)])
+    every = [one for group in groups for one in group]
+    values = rough.copy()
+    values[chosen] = runner.measure([every[i] for i in chosen.tolist()], stage)[outcome]
+    effect = led(values).mean(1) * sign
+    error, off = (np.zeros(int(of.max()) + 1) for _ in range(2))
+    for stratum, (some, chance) in drawn.items():
+        rest, sampled = (of == stratum) & (edited == 0), (of == stratum) & (edited == 2)
+        totals = effect[some] / chance
+        factor = max(totals.mean() - effect[sampled].sum(), 0.0) / max(size[rest].sum(), 1e-300)
+        values[np.concatenate([places[i] for i in np.flatnonzero(rest)])] *= factor
+        error[stratum] = totals.std(ddof=1) / np.sqrt(number)
+        off[stratum] = np.sqrt(np.square(effect[sampled] - factor * size[sampled]).mean())
+    off = np.where(edited == 0, off[of], 0.0)
+    return {outcome: values, "edited": edited, "rough": led(rough), "total_error": error, "off": off}
+
+
+def copies_of(rows: int, vocabulary: int) -> int:
+    """The most copies of a batch with so many read rows in a pass."""
+    return min(COPIES, max(2, NUMBERS // (rows * vocabulary)))
+
+
+def together(begins: Sequence[int], depth: int, most: int, more: int = 1) -> list[range]:
+    """Copies of rising first layers in passes of `most` or fewer, each with `more` clean ones, so that the fewest
+    layers run: a pass runs those from its lowest first layer on."""
+    best, cuts = [0], [0]
+    for end in range(1, len(begins) + 1):
+        cost, start = min(
+            (best[start] + (end - start + more) * (depth - begins[start]), start)
+            for start in range(max(0, end - most), end)
+        )
+        best.append(cost)
+        cuts.append(start)
+    chunks, end = [], len(begins)
+    while end:
+        chunks.append(range(cuts[end], end))
+        end = cuts[end]
+    return chunks[::-1]
+
+
+def priced(layers: Sequence[int], depth: int, tokens: float, most: int = COPIES) -> float:
+    """Tokens of whole passes that edits of these first layers take, and the clean copies beside them, of `tokens`
+    tokens each: a pass that begins at layer l runs the other L - l."""
+    begins = sorted(layers)
+    passes = together(begins, depth, most - 1)
+    return tokens * sum((len(one) + 1) * (depth - begins[one.start]) for one in passes) / depth
 
 
 def chosen_layers(subject: Model, layers: Any) -> tuple[int, ...]:

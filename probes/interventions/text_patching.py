@@ -5,9 +5,10 @@ Patches act at one position, or along one edge of attention to a later position.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -17,25 +18,42 @@ from torch import Tensor
 
 from llmgeom.claims import declared, layer_band
 from llmgeom.model.resume import clean_pass
+from llmgeom.plan import subset_of
 from llmgeom.probe import UNTRAINED, Batch, Model, Needs, ProbeInput, Site, is_control
 from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis
-from llmgeom.probes.interventions.intervention import Effects, Intervention, Location, Runner, add, priced, rescaled
+from llmgeom.probes.interventions.intervention import (
+    EDITED,
+    EVERY,
+    Effects,
+    Intervention,
+    Location,
+    Move,
+    Runner,
+    copies_of,
+    gradients,
+    priced,
+    rescaled,
+    two_stages,
+)
 from llmgeom.probes.interventions.text_pairs import ROLES, TextPairs
 from llmgeom.probes.shared.nulls import compare, mean_of
 from llmgeom.progress import tell
-from llmgeom.result import Figure, Labelled, Measured, labelled, line
-from llmgeom.stats.information import bits
+from llmgeom.result import Figure, Measured, labelled, line
 from llmgeom.stats.resampling import LEAST_CLUSTERS, band, interval_ends, jackknife, mean_intervals
 
 PROBE = "text_patching"
 FOLLOWS, TOTAL = "total effect over the exact shift", "total effect"
-WHOLE, EDGE = "all of these", "edges of attention"
+EDGE = "edges of attention"
 MARK, LAST = ROLES.index("changed mark"), ROLES.index("last token")
 PLACES = (MARK, LAST)  # roles at which random directions of equal size are patched, too
 LEAST_SHIFT = 0.05  # bits: shares of a smaller total effect are not computed
 LEAST_SHARE = 0.1  # of the total effect: positions and edges with a smaller share are not followed
-MOST_EDGES = 2  # the largest edges of a layer
+MOST_EDGES = 12  # the largest edges
+OF_COPY = 40  # prompts on which an untrained copy is read
 EDGES = (*((MARK, role) for role in range(1, len(ROLES))), *((role, LAST) for role in range(1, LAST)))
+# Around the shift by a patch at one position.
+BAND = "band of random directions of equal size there; along a direction, of the higher control"
+SETS = "sets of labels"
 NO_VARIANCE = "no exchange has the same variance: compared with exchanges of the same size alone"
 
 
@@ -45,6 +63,9 @@ NO_VARIANCE = "no exchange has the same variance: compared with exchanges of the
 @dataclass(frozen=True, eq=False)
 class Exchange:
     """Exchange of one observation inside a model, layer by layer. Tokens are those at which x and x' can differ.
+
+    Effects are bits towards the exact answer: the change of the log odds of the mark of x' over that of x at the last
+    token, with the sign of the exact change.
 
     Attributes:
         along: [d_model] of length 1; only the component along it is exchanged. None exchanges the whole residual.
@@ -71,48 +92,53 @@ class Exchange:
         return residuals(self.pairs.x), residuals(self.pairs.other)
 
     @cached_property
-    def _runner(self) -> Runner:
-        """Its outcome, shift: the rise, in bits, of the log odds of the mark of x' over that of x at the last token."""
+    def runner(self) -> Runner:
+        """Its outcome, shift, is the effect."""
         return Runner(
             self.subject,
             self.pairs.x,
             self.pairs.edited,
-            lambda clean, patched: {"shift": self._odds(patched[0]) - self._odds(clean[0])},
+            lambda clean, patched: {"shift": (self._odds(patched[0]) - self._odds(clean[0])).numpy()},
             batch_tokens=self.batch_tokens,
             clean=clean_pass(self.subject, self.pairs.x, self.batch_tokens),
         )
 
-    def _odds(self, log_probs: Tensor) -> np.ndarray:
-        """[prompt] log odds of the mark of x' over that of x, bits."""
-        old, new = log_probs.double().gather(1, self.pairs.marks).T
-        return bits((new - old).numpy())
+    def _odds(self, log_probs: Tensor, prompts: Sequence[int] | slice = slice(None)) -> Tensor:
+        """[prompt] log odds of the mark of x' over that of x, bits, with the sign of their exact change."""
+        old, new = log_probs.double().gather(1, self.pairs.marks[prompts].to(log_probs.device)).T
+        return (new - old) / math.log(2) * torch.from_numpy(self.pairs.sign)[prompts].to(new)
 
-    def total(self) -> np.ndarray:
-        """[prompt] what reading x' in the place of x does to the log odds, bits."""
+    def rough(self, patches: Sequence[Intervention]) -> np.ndarray:
+        """[patch prompt] their effects to first order."""
+        return self.runner.first_order(patches, lambda x, prompts: [self._odds(x, prompts).sum()])[0]
+
+    def total(self, prompts: Sequence[int] | None = None) -> np.ndarray:
+        """[prompt] the effect of reading x' in the place of x, of some or all prompts."""
+        some = [*range(len(self.pairs.x))] if prompts is None else [*prompts]
         before, after = (
-            self._odds(self.subject.capture(one, {Site.LOG_PROBS}, batch_tokens=self.batch_tokens).log_probs)
+            self._odds(
+                self.subject.capture(one.take(some), {Site.LOG_PROBS}, batch_tokens=self.batch_tokens).log_probs, some
+            )
             for one in (self.pairs.x, self.pairs.other)
         )
-        return after - before
+        return (after - before).numpy()
 
     @cached_property
     def role(self) -> Tensor:
         """[token] the role of each token, an index of ROLES."""
         return self.pairs.role[self.pairs.edited]
 
-    def steps(self, layer: int) -> list[Tensor]:
-        """[token d_model] for each role: the residual of x' minus that of x at the tokens of this role, else 0."""
+    def step(self, layer: int) -> Tensor:
+        """[token d_model] the residual of x' minus that of x."""
         own, other = self._residuals
-        step = self._part((other[layer] - own[layer])[self.pairs.edited[self._read]])
-        return [step * (self.role == role)[:, None] for role in range(len(ROLES))]
+        return self._part((other[layer] - own[layer])[self.pairs.edited[self._read]])
 
     def equal(self, layer: int) -> Tensor:
-        """[token d_model] at the changed mark: residual of another observation with its mark minus its own; else 0."""
+        """[prompt d_model] residual of another observation with the changed mark less its own, both of x; or 0."""
         own, pairs = self._residuals[0][layer], self.pairs
         mark, twin = (_at(pairs, x)[self._read] for x in (pairs.at, pairs.equal))
-        has_twin = pairs.equal >= 0
-        step = torch.zeros(len(self.role), own.shape[1], dtype=own.dtype)
-        step[(self.role == MARK).nonzero()[:, 0][has_twin]] = own[twin] - own[mark][has_twin]
+        step = torch.zeros(len(pairs.x), own.shape[1], dtype=own.dtype)
+        step[pairs.equal >= 0] = own[twin] - own[mark][pairs.equal >= 0]
         return self._part(step)
 
     def _part(self, step: Tensor) -> Tensor:
@@ -122,15 +148,15 @@ class Exchange:
         return (step @ u)[:, None] * u
 
     def controls(self, layer: int, place: int, draws: int, seed: int) -> dict[str, list[Tensor]]:
-        """[token d_model] for each draw: patches of the same size at the tokens of one role, 0 at others.
+        """[token of this role, d_model] for each draw: patches of the same size.
 
         For the whole residual they are random directions. Along a direction they are the controls of `llmgeom ablate
         --axis`: they exchange another direction with equal length, or other components with equal variance (over
         prompts, at this role). The second kind is absent if all other components together vary less.
         """
-        rng, at, patch = np.random.default_rng([seed, 51, layer, place]), self.role == place, self.steps(layer)[place]
-        noise = [torch.from_numpy(rng.standard_normal(patch.shape)) for _ in range(draws)]
-        in_any = {SIZE: [rescaled(direction, patch.norm(dim=1, keepdim=True)) for direction in noise]}
+        at, rng = self.role == place, np.random.default_rng([seed, 51, layer, place])
+        patch = self.step(layer)[at]
+        in_any = {SIZE: [_as_long(rng.standard_normal(patch.shape), patch) for _ in range(draws)]}
         if self.along is None:
             return in_any
         if not patch.any():
@@ -139,110 +165,147 @@ class Exchange:
         axis, row = Axis.exchanged(x.numpy(), other.numpy(), self.along), torch.arange(len(x))
         if not len(axis.others):  # x is the same in all prompts, so it has no other components
             return in_any
-        controls: dict[str, list[Tensor]] = {}
-        for kind, moves in axis.controls("project-out", draws, (seed, 51, layer, place)).items():
-            controls[kind] = [torch.zeros_like(patch) for _ in moves]
-            for step, move in zip(controls[kind], moves, strict=True):
-                step[at] = move(1.0)(x, row)
-        return controls
+        drawn = axis.controls("project-out", draws, (seed, 51, layer, place))
+        return {kind: [move(1.0)(x, row) for move in moves] for kind, moves in drawn.items()}
 
-    def cells(self, layer: int, draws: int, seed: int) -> dict[str, np.ndarray]:
-        """Effects of the patches of a layer's input, in bits.
+    def patch(self, location: Location, role: int, steps: Callable[[], Tensor]) -> Intervention:
+        """Add steps() [token of this role, d_model] at the tokens of one role."""
+        index = (self.role == role).cumsum(0) - 1
+        move: Move = lambda x, row: steps()[index[row].clamp_min(0)].to(x)  # noqa: E731 (rows of other roles stay)
+        return Intervention("", {location: move}, at=self.pairs.role == role)
 
-        Returns:
-            cells [1 role prompt], where the last role is all roles together; equal [1 prompt], 0 if a prompt has no
-            other observation with its mark; "same size" [1 place draw prompt], and along a direction "same variance",
-            each if every place has such controls.
-        """
-        steps = self.steps(layer)
-        by_place = [self.controls(layer, place, draws, seed) for place in PLACES]
-        kinds = [kind for kind in (SIZE, VARIANCE) if all(kind in controls for controls in by_place)]
-        controls = [step for kind in kinds for place in by_place for step in place[kind]]
-        shift = self.shifts(("residual", layer), [*steps, torch.stack(steps).sum(0), self.equal(layer), *controls])
-        cells, equal, drawn = np.split(shift, [len(ROLES) + 1, len(ROLES) + 2])
-        by_kind = drawn.reshape(len(kinds), 1, len(PLACES), draws, -1)
-        return {"cells": cells[None], "equal": equal, **dict(zip(kinds, by_kind, strict=True))}
-
-    def shifts(self, location: Location, steps: Sequence[Tensor]) -> np.ndarray:
-        """[patch prompt] bits: the effect of adding each step at one point of a layer."""
-        return self._runner.run([Intervention("", {location: add(step)}) for step in steps])["/shift"]
-
-    def writes(self, layer: int, steps: Sequence[Tensor]) -> Tensor:
-        """[patch token d_model] the change of this layer's attention write by each step at the layer's input."""
+    def writes(self, layer: int, patches: Sequence[Intervention]) -> Tensor:
+        """[patch token d_model] float32, the change of this layer's attention write by patches of the layer's input."""
         runner = replace(
-            self._runner,
+            self.runner,
             batch=replace(self.pairs.x, query=self.pairs.edited),
-            outcomes=lambda clean, patched: {"write": (patched[0].double() - clean[0].double()).numpy()},
+            outcomes=lambda clean, patched: {"write": (patched[0].float() - clean[0].float()).numpy()},
             sites=(Site.ATTN_OUT,),
             layer=layer,
         )
-        at: Location = ("residual", layer)
-        return torch.from_numpy(runner.run([Intervention("", {at: add(step)}) for step in steps])["/write"])
-
-    def edges(self, layer: int, senders: Sequence[int], total: float, draws: int, rng: np.random.Generator) -> dict:
-        """The largest edges of attention in one layer, with random directions and equal evidence.
-
-        An edge leads from a sender to a receiver: the attention write at the receiver changes as if the sender's input
-        to the layer were that of x', for this receiver only (path patching). So one token's key and value are exchanged
-        as a single later token sees them.
-
-        Args:
-            senders: roles whose edges are measured. total: the mean total effect, bits.
-            draws: number of random directions, each as long as the change of the write.
-
-        Returns:
-            edge [edge 3], layer, sender and receiver; edge_shift [edge prompt]; edge_random [edge draw prompt];
-            edge_equal [edge prompt], 0 where the sender is not the changed mark.
-        """
-        chosen, steps = [edge for edge in EDGES if edge[0] in senders], self.steps(layer)
-        empty = np.empty((0, 1 + draws, len(self.pairs.x)))
-        writes = dict(zip((*senders, "equal"), self.writes(layer, [*(steps[i] for i in senders), self.equal(layer)]),
-                          strict=True))  # fmt: skip
-
-        def arriving(sender: Any, receiver: int) -> Tensor:
-            return writes[sender] * (self.role == receiver)[:, None]
-
-        shift = self.shifts(("attn_out", layer), [arriving(*edge) for edge in chosen]) if chosen else empty[:, 0]
-        size = np.abs((shift * self.pairs.sign).mean(1))
-        top = [i for i in np.argsort(-size)[:MOST_EDGES] if size[i] >= LEAST_SHARE * abs(total)]
-        controls: list[Tensor] = []
-        for sender, receiver in (chosen[i] for i in top):
-            length = arriving(sender, receiver).norm(dim=1, keepdim=True)
-            noise = rng.standard_normal((draws, *writes[sender].shape))
-            twin = arriving("equal", receiver) if sender == MARK else torch.zeros_like(writes[sender])
-            controls += [twin, *(rescaled(torch.from_numpy(draw), length) for draw in noise)]
-        shifts = self.shifts(("attn_out", layer), controls).reshape(len(top), 1 + draws, -1) if top else empty
-        return {
-            "edge": np.array([(layer, *chosen[i]) for i in top], dtype=np.int64).reshape(-1, 3),
-            "edge_shift": shift[top],
-            "edge_equal": shifts[:, 0],
-            "edge_random": shifts[:, 1:],
-        }
+        return torch.from_numpy(runner.measure(patches)["write"])
 
 
-def effects(exchange: Exchange, *, layers: Sequence[int], draws: int, seed: int) -> Effects:
-    """Effects of each patch in one model, in bits of log odds.
+def effects(exchange: Exchange, *, layers: Sequence[int], draws: int, seed: int, exact: bool = True) -> Effects:
+    """Effects of each patch in one model, in bits towards the exact answer.
 
-    Edges are followed from the positions with at least LEAST_SHARE of the total effect at a layer's input.
+    Args:
+        exact: Patch every position of every layer, not the largest and a sample as in `two_stages`, whose controls and
+            equal evidence are then estimated where their position is.
 
     Returns:
-        total [prompt]; the arrays of `Exchange.cells`, except a kind of control that some layer lacks; and those of
-        `Exchange.edges`, absent if the total effect is too small for shares or attention's write is unknown.
+        total [prompt]; cells [layer role prompt]; equal [layer prompt], 0 if a prompt has no other observation with its
+        mark; "same size" [layer place draw prompt], and along a direction "same variance", each if every layer and
+        place has such controls; of two stages edited and off [layer role]; and the arrays of `edges`.
     """
-    pairs = exchange.pairs
-    total, rng = exchange.total(), np.random.default_rng([seed, 51])
-    mean = float((total * pairs.sign).mean())
-    follow = abs(mean) >= LEAST_SHIFT and not exchange.subject.partial({Site.ATTN_OUT})
-    by_layer: list[dict[str, np.ndarray]] = []
-    for done, layer in enumerate(layers, 1):
-        arrays = exchange.cells(layer, draws, seed)
-        if follow:
-            carried = np.abs((arrays["cells"][0] * pairs.sign).mean(1)) >= LEAST_SHARE * abs(mean)
-            arrays |= exchange.edges(layer, [role for role in range(LAST) if carried[role]], mean, draws, rng)
-        by_layer.append(arrays)
-        tell("layers", done, len(layers))
-    shared = [name for name in by_layer[0] if all(name in arrays for arrays in by_layer)]
-    return {"total": total} | {name: np.concatenate([arrays[name] for arrays in by_layer]) for name in shared}
+    total, cached = exchange.total(), lru_cache(4)(lambda *at: exchange.controls(*at, draws, seed))
+    grid = [(layer, role) for layer in layers for role in range(len(ROLES))]
+    kinds = [SIZE]
+    if exchange.along is not None and all(VARIANCE in cached(*at) for at in grid if at[1] in PLACES):
+        kinds.append(VARIANCE)
+    groups: list[list[Intervention]] = []
+    for layer, role in grid:
+        patch = partial(exchange.patch, ("residual", layer), role)
+        group = [patch(lambda at=(layer, role): exchange.step(at[0])[exchange.role == at[1]])]
+        if role in PLACES:
+            group += [
+                patch(lambda at=(layer, role), kind=kind, i=i: cached(*at)[kind][i])
+                for kind in kinds
+                for i in range(draws)
+            ]
+        if role == MARK:
+            group.append(patch(lambda layer=layer: exchange.equal(layer)))
+        groups.append(group)
+    every, rough, found = [one for group in groups for one in group], None, Effects()
+    if not exact and len(groups) > EVERY:
+        rough = gradients(lambda: exchange.rough(every), exchange.subject)
+    if rough is None:
+        shift = exchange.runner.measure(every, "patches")["shift"]
+    else:
+        made = two_stages(exchange.runner, groups, rough, "shift", seed=seed, stage="patches")
+        shift, found = made["shift"], {name: made[name].reshape(len(layers), -1) for name in ("edited", "off")}
+    begins = np.cumsum([0, *map(len, groups)])
+    by_place = [[shift[begins[i] : begins[i + 1]] for i in range(len(grid)) if grid[i][1] == role] for role in PLACES]
+    found |= {"total": total, "cells": shift[begins[:-1]].reshape(len(layers), len(ROLES), -1)}
+    found["equal"] = np.stack([group[-1] for group in by_place[PLACES.index(MARK)]])
+    for j, kind in enumerate(kinds):
+        of_kind = [[group[1 + j * draws : 1 + (j + 1) * draws] for group in layers_of] for layers_of in by_place]
+        found[kind] = np.stack(of_kind, 1)
+    if abs(total.mean()) < LEAST_SHIFT or exchange.subject.partial({Site.ATTN_OUT}):
+        return found
+    carried = np.abs(found["cells"].mean(2)) >= LEAST_SHARE * abs(total.mean())
+    senders = {layer: np.flatnonzero(carried[i, :LAST]).tolist() for i, layer in enumerate(layers)}
+    return found | edges(exchange, senders, total.mean(), draws, seed, exact)
+
+
+def edges(
+    exchange: Exchange, senders: Mapping[int, Sequence[int]], total: float, draws: int, seed: int, exact: bool
+) -> Effects:
+    """The largest edges of attention, with random directions and equal evidence.
+
+    An edge leads in one layer from a sender to a receiver: the attention write at the receiver changes as if the
+    sender's input to the layer were that of x', for this receiver only (path patching). So one token's key and value
+    are exchanged as a single later token sees them. Of more than EVERY edges the EDITED largest by gradients are run.
+
+    Args:
+        senders: layer -> roles whose edges are measured. total: the mean total effect, bits.
+        draws: number of random directions, each as long as the change of the write.
+
+    Returns:
+        edge [edge 3], layer, sender and receiver, in this order; edge_shift [edge prompt]; edge_random [edge draw
+        prompt]; edge_equal [edge prompt], 0 where the sender is not the changed mark.
+    """
+    writes: dict[tuple[int, int], Tensor] = {}
+    twin = len(ROLES)  # the number of the write by equal evidence
+    for done, (layer, roles) in enumerate(senders.items(), 1):
+        patch = partial(exchange.patch, ("residual", layer))
+        patches = [patch(role, lambda at=(layer, role): exchange.step(at[0])[exchange.role == at[1]]) for role in roles]
+        if MARK in roles:
+            patches.append(patch(MARK, partial(exchange.equal, layer)))
+        if roles:
+            every = exchange.writes(layer, patches)
+            writes |= {(layer, role): write for role, write in zip((*roles, twin), every, strict=False)}
+        tell("writes of attention", done, len(senders))
+    chosen = [(layer, *edge) for layer, roles in senders.items() for edge in EDGES if edge[0] in roles]
+
+    def arriving(layer: int, sender: int, receiver: int) -> Tensor:
+        return writes[layer, sender][exchange.role == receiver].double()
+
+    def patched(edge: tuple[int, int, int], steps: Callable[[], Tensor]) -> Intervention:
+        return exchange.patch(("attn_out", edge[0]), edge[2], steps)
+
+    own = [patched(edge, partial(arriving, *edge)) for edge in chosen]
+    rough = None
+    if not exact and len(own) > EVERY:
+        rough = gradients(lambda: exchange.rough(own), exchange.subject)
+    if rough is not None:
+        kept = sorted(np.argsort(-np.abs(rough.mean(1)))[:EDITED].tolist())
+        chosen, own = [chosen[i] for i in kept], [own[i] for i in kept]
+    empty = np.empty((0, len(exchange.pairs.x)))
+    shift = exchange.runner.measure(own, "edges")["shift"] if own else empty
+    size = np.abs(shift.mean(1))
+    top = sorted(i for i in np.argsort(-size)[:MOST_EDGES].tolist() if size[i] >= LEAST_SHARE * abs(total))
+    controls = []
+    for edge in (chosen[i] for i in top):
+        layer, sender, receiver = edge
+        # Where another position sends, it changes nothing.
+        equal = partial(arriving, layer, twin if sender == MARK else sender, receiver)
+        controls.append(patched(edge, equal if sender == MARK else lambda equal=equal: 0 * equal()))
+        for draw in range(draws):
+
+            def noise(edge: tuple[int, int, int] = edge, draw: int = draw) -> Tensor:
+                write = arriving(*edge)
+                return _as_long(np.random.default_rng([seed, 52, *edge, draw]).standard_normal(write.shape), write)
+
+            controls.append(patched(edge, noise))
+    drawn = exchange.runner.measure(controls, "controls of edges")["shift"] if top else empty
+    drawn = drawn.reshape(len(top), 1 + draws, empty.shape[1])
+    edge = np.array([chosen[i] for i in top], dtype=np.int64).reshape(-1, 3)
+    return {"edge": edge, "edge_shift": shift[top], "edge_equal": drawn[:, 0], "edge_random": drawn[:, 1:]}
+
+
+def _as_long(noise: np.ndarray, step: Tensor) -> Tensor:
+    return rescaled(torch.from_numpy(noise), step.norm(dim=1, keepdim=True))
 
 
 def _at(pairs: TextPairs, position: Tensor) -> Tensor:
@@ -261,6 +324,7 @@ class TextPatchingProbe:
         spec: spec of the process. pairs: prompts and counterfactuals. layers: layers whose inputs are patched.
         draws: number of random directions. seed: their seed.
         along: the only direction along which residuals are exchanged; () for the whole residual.
+        exact: as in `effects`.
     """
 
     spec: str
@@ -270,36 +334,53 @@ class TextPatchingProbe:
     seed: int
     batch_tokens: int
     along: tuple[float, ...] = ()
+    exact: bool = False
 
     @property
     def NEEDS(self) -> Needs:
         return Needs(controls=frozenset({UNTRAINED}), examine=self._effects)
 
     def _effects(self, subject: Model, _: Mapping[str, Any]) -> Effects:
+        exchange = Exchange(subject, self.pairs, self.batch_tokens, np.array(self.along) if self.along else None)
         if is_control(subject):
-            return {"total": Exchange(subject, self.pairs, self.batch_tokens).total()}
-        along = np.array(self.along) if self.along else None
-        exchange = Exchange(subject, self.pairs, self.batch_tokens, along)
-        return effects(exchange, layers=self.layers, draws=self.draws, seed=self.seed)
+            some = subset_of(self.pairs.x, self.seed, OF_COPY)
+            rows = np.arange(len(self.pairs.x)) if some is None else some.numpy()
+            return {"total": exchange.total(rows.tolist()), "exact": np.abs(self.pairs.exact[rows])}
+        return effects(exchange, layers=self.layers, draws=self.draws, seed=self.seed, exact=self.exact)
 
     def priced(self, subject: Model, batch: Batch, control: bool = False) -> float:
         """Tokens of whole passes that the patches of one model take, if it follows the evidence: edges, too."""
-        patches = len(ROLES) + 2 + len(PLACES) * self.draws * (1 + bool(self.along))
-        edges = LAST + 1 + len(EDGES) + MOST_EDGES * (1 + self.draws)
-        whole, after = int(batch.tokens.lengths.sum()), int((batch.tokens.lengths - self.pairs.at).sum())
+        lengths, depth, role, n = batch.tokens.lengths, len(subject.blocks), self.pairs.role, len(batch)
+        whole, most = int(lengths.sum()), copies_of(n, subject.facts["vocabulary"])
         if control:
-            return 2 * whole
-        return 5 * whole + priced(self.layers, len(subject.blocks), after * (patches + edges))
+            return 2 * whole * min(1, OF_COPY / n)
+        tokens = [int((lengths - ((role == one) | (role == LAST)).int().argmax(1)).sum()) for one in range(len(ROLES))]
+        each = [1 + (one in PLACES) * self.draws * (1 + bool(self.along)) + (one == MARK) for one in range(len(ROLES))]
+        staged = not self.exact and len(ROLES) * len(self.layers) > EVERY
+        some = {one: [*self.layers] for one in range(len(ROLES))}
+        if staged:  # the largest: the mark in low layers, the last token in high ones; and a sample
+            half, apart = EDITED // 2, max(1, len(ROLES) * len(self.layers) // EDITED)
+            some = {one: [*self.layers][one::apart] for one in some}
+            some[MARK] = [*self.layers[:half], *[layer for layer in some[MARK] if layer >= half]]
+            some[LAST] = [*[layer for layer in some[LAST] if layer < depth - half], *self.layers[-half:]]
+        patches = sum(
+            priced([x for x in some[one] for _ in range(each[one])], depth, tokens[one], most) for one in some
+        )
+        writes = len(self.layers) / depth * tokens[MARK] * (LAST + 2)
+        follow = EDITED if staged else len(EDGES) * len(self.layers)
+        every = [self.layers[i * len(self.layers) // follow] for i in range(follow)] + [
+            self.layers[i * len(self.layers) // MOST_EDGES] for i in range(MOST_EDGES) for _ in range(1 + self.draws)
+        ]
+        return 5 * whole + patches + writes + priced(every, depth, np.mean(tokens), most) + 6 * staged * whole
 
     def measure(self, data: ProbeInput) -> Measured:
         """Total effect and heat map. Raises UserError for fewer than 5 clusters."""
-        controls = [control["total"] for control in data.control_observations]
-        return measure_patching(data.observations, controls, self.pairs, self.layers, bool(self.along))
+        return measure_patching(data.observations, data.control_observations, self.pairs, self.layers, bool(self.along))
 
 
 def measure_patching(
     effect: Mapping[str, np.ndarray],
-    controls: Sequence[np.ndarray],
+    controls: Sequence[Effects],
     pairs: TextPairs,
     layers: Sequence[int],
     along: bool = False,
@@ -307,80 +388,99 @@ def measure_patching(
     """`TextPatchingProbe.measure` from the effects of the model and the total effects of the untrained controls.
 
     Args:
-        controls: [prompt] total effect of each untrained control.
+        controls: of each untrained control total [prompt], and exact, the absolute exact shifts of these prompts.
         along: whether only the component along a direction was exchanged.
     """
     clusters, claims = np.array(pairs.x.cluster), declared(PROBE)
-    finite, total = np.isfinite(pairs.exact), effect["total"] * pairs.sign
-    towards = {name: effect[name] * pairs.sign for name in ("cells", "equal", SIZE, VARIANCE) if name in effect}
-    untrained = {UNTRAINED: [control * pairs.sign for control in controls]}
-    estimates = [compare(claims[TOTAL], mean_of, total, clusters, untrained)]
+    clusters, claims = np.array(pairs.x.cluster), declared(PROBE)
+    finite, total = np.isfinite(pairs.exact), effect["total"]
+    estimates = [compare(claims[TOTAL], mean_of, total, clusters, {UNTRAINED: [one["total"] for one in controls]})]
     unmeasured = {}
     if finite.all():
-        exact = np.abs(pairs.exact)
-        follows = compare(claims[FOLLOWS], lambda x, rows: _ratio(x, exact, rows), total, clusters, untrained)
+        own = (total, np.abs(pairs.exact))
+        untrained = [(one["total"], one["exact"]) for one in controls]
+        follows = compare(claims[FOLLOWS], lambda two, rows: _ratio(*two, rows), own, clusters, {UNTRAINED: untrained})
         estimates.insert(0, follows)
     else:
         unmeasured[FOLLOWS] = (
             f"the exact answer excludes a mark in {int((~finite).sum())} of {len(finite)} pairs: its log odds, and so "
             "their shift, are not finite"
         )
-    mark, last = (towards["cells"][:, place] for place in (MARK, LAST))
-    kinds = {kind: towards[kind].mean(-1) for kind in (SIZE, VARIANCE) if kind in towards}  # [layer place draw]
+    cells = effect["cells"]
+    kinds = {kind: effect[kind].mean(-1) for kind in (SIZE, VARIANCE) if kind in effect}  # [layer place draw]
     random = [layer_band({kind: draws[:, place].T for kind, draws in kinds.items()}) for place in range(2)]
+    off = effect.get("off", np.zeros(cells.shape[:2]))[..., None]
+
+    def curve_of(
+        name: str, meaning: str, values: np.ndarray, role: int, null: Any, of: np.ndarray, beside: str
+    ) -> dict:
+        mean = values.mean(1)[:, None]
+        ends = mean + np.hypot(mean_intervals(values, of) - mean, 2 * off[:, role]) * [-1, 1]
+        return line(name, mean[:, 0], "layer", "bits", meaning, interval=(SETS, ends), null=(BAND, null), beside=beside)
+
     twin = (pairs.equal >= 0).numpy()
-    equal = towards["equal"][:, twin] if len(set(clusters[twin])) >= LEAST_CLUSTERS else None
-    names, edges = _edges(effect, pairs, total, clusters)
-    cells, every = towards["cells"].mean(-1), np.full(len(layers), total.mean())
-    of_random = "band of random directions of equal size there; along a direction, of the higher control"
-
-    def shift(
-        name: str, by: np.ndarray, of: np.ndarray, said: str, null: Any = None, beside: str = ""
-    ) -> dict[str, Labelled | None]:
-        around: Any = {"interval": ("sets of labels", mean_intervals(by, of)), "null": (of_random, null)}
-        return line(name, by.mean(1), "layer", "bits", f"shift by {said}", beside=beside, **around)
-
-    of_cells = "shift of the log odds towards the counterfactual answer, patched at the input of a layer"
-    of_equal = "equal evidence: the residual of another observation with the same mark"
+    has_equal = len(set(clusters[twin])) >= LEAST_CLUSTERS
+    names, edges = _edges(effect, total, clusters)
+    notes, mark, last = [*_notes(cells.mean(-1), total.mean(), layers)], cells[:, MARK], cells[:, LAST]
+    if "edited" in effect:
+        count = [int((effect["edited"] == stage).sum()) for stage in (1, 2)]
+        notes.append(
+            f"patched: the {count[0]} of {cells[..., 0].size} layers and positions that are largest by gradients, and "
+            f"{count[1]} others at random; the others, with their controls, are estimated. --exact patches all"
+        )
+    at, map_of = "shift by a patch at the {}", {"axes": "layer position", "figure": Figure("heatmap")}
+    arrays = {
+        "cells": labelled(
+            cells.mean(-1),
+            unit="bits",
+            meaning="shift of the log odds towards the counterfactual answer, patched at the input of a layer",
+            **map_of,
+        ),
+        "edited": labelled(
+            (effect["edited"] > 0).astype(float) if "edited" in effect else None,
+            unit="1 or 0",
+            meaning="1: measured by a patch; 0: estimated from gradients, times what patches of a sample give",
+            **map_of,
+        ),
+        "total": labelled(
+            np.full(len(layers), total.mean()), "layer", "bits", "total effect, the same for every layer"
+        ),
+        **curve_of("mark", at.format("changed mark"), mark, MARK, random[0], clusters, "total"),
+        **curve_of("last", at.format("last token"), last, LAST, random[1], clusters, "total"),
+    }
+    if has_equal:
+        meaning = "shift by equal evidence: the residual of another observation with the same mark"
+        arrays |= curve_of("equal", meaning, effect["equal"][:, twin], MARK, None, clusters[twin], "")
     return Measured.of(
         "Interchange of evidence in text",
-        {
-            "cells": labelled(cells, "layer position", "bits", of_cells, Figure("heatmap")),
-            "total": labelled(every, "layer", "bits", "total effect, the same for every layer"),
-            **shift("mark", mark, clusters, "a patch at the changed mark", random[0], "total"),
-            **shift("last", last, clusters, "a patch at the last token", random[1], "total"),
-            **({} if equal is None else shift("equal", equal, clusters[twin], of_equal)),
-            **edges,
-        },
+        arrays | edges,
         __name__,
         estimates=tuple(estimates),
-        ticks={"layer": tuple(layers), "position": (*ROLES, WHOLE), "edge": names},
-        notes=_notes(towards["cells"].mean(-1), total.mean(), layers)
-        + (_along(mark, last, kinds, layers) if along else ()),
+        ticks={"layer": tuple(layers), "position": ROLES} | ({"edge": names} if names else {}),
+        notes=(*notes, *(_along(mark, last, kinds, layers) if along else ())),
         warnings=(NO_VARIANCE,) * (along and VARIANCE not in kinds),
         unmeasured=unmeasured | ({} if names else {EDGE: _why_no_edge(effect, total)}),
     )
 
 
 def _edges(
-    effect: Mapping[str, np.ndarray], pairs: TextPairs, total: np.ndarray, clusters: np.ndarray
-) -> tuple[tuple[str, ...], dict[str, Labelled | None]]:
+    effect: Mapping[str, np.ndarray], total: np.ndarray, clusters: np.ndarray
+) -> tuple[tuple[str, ...], dict[str, Any]]:
     """Names of the largest edges in the order of layers, and their quantities as shares of the total effect."""
     if not len(effect.get("edge", ())):
         return (), {}
-    shift, random, equal = (effect[f"edge_{name}"] * pairs.sign for name in ("shift", "random", "equal"))
+    shift, random, equal = (effect[f"edge_{name}"] for name in ("shift", "random", "equal"))
     rows, whole = np.arange(len(total)), total.mean()
     spans = [jackknife(partial(_ratio, row, total), rows, clusters) for row in shift]
     bands = np.array([band(draws) for draws in random.mean(2) / whole])
     names = tuple(f"{layer}: {ROLES[sender]} -> {ROLES[receiver]}" for layer, sender, receiver in effect["edge"])
-    unit, said = "of the total effect", "the same edge with equal evidence; 0 where the sender is not the changed mark"
-    around: Any = {
-        "interval": ("sets of labels", interval_ends(spans)),
-        "null": ("band of random writes of equal size", bands),
-    }
-    of_edge = "share of an edge of attention; what the receiver reads off the sender, in one layer"
-    own = line("edge", shift.mean(1) / whole, "edge", unit, of_edge, beside="edge_equal", **around)
-    return names, {**own, "edge_equal": labelled(equal.mean(1) / whole, "edge", unit, said)}
+    unit, meaning = "of the total effect", "share of an edge of attention; what the receiver reads off the sender"
+    shares = line(
+        "edge", shift.mean(1) / whole, "edge", unit, meaning, interval=(SETS, interval_ends(spans)),
+        null=("band of random writes of equal size", bands), beside="edge_equal",
+    )  # fmt: skip
+    equals = "the same edge with equal evidence; 0 where the sender is not the changed mark"
+    return names, shares | {"edge_equal": labelled(equal.mean(1) / whole, "edge", unit, equals)}
 
 
 def _why_no_edge(found: Mapping[str, np.ndarray], total: np.ndarray) -> str:
@@ -429,6 +529,6 @@ def _notes(cells: Float[np.ndarray, "layer role"], total: float, layers: Sequenc
         return (f"the answers do not follow the evidence: the total effect is {total:.3g} bits",)
     positions = []
     for layer, row in zip(layers, cells, strict=True):
-        shares = row[: len(ROLES)] / total
+        shares = row / total
         positions.append(f"layer {layer}: {ROLES[int(shares.argmax())]} {shares.max():.0%}")
     return ("the position with the largest share of the total effect, at the input of " + "; ".join(positions),)
