@@ -20,18 +20,18 @@ from llmgeom.stats.information import bits, kl
 from llmgeom.stats.resampling import jackknife
 from llmgeom.stats.ridge_probe import folds
 
-subject = llmgeom.load(MODEL)
-pool = fitting(subject, Domain("mixed").sample(300, seed=0))
-batch = stratify(pool, subject.entropy(pool), n=40, seed=0)
+model = llmgeom.load(MODEL)
+pool = fitting(model, Domain("mixed").sample(300, seed=0))
+batch = stratify(pool, model.entropy(pool), n=40, seed=0)
 half = folds(batch.cluster, 0, 2)  # whole templates: no prompt judges a mean that it made
 fit, held = (batch.take(np.flatnonzero(half == part)) for part in (0, 1))
 
 # An ablation of your own: values at the last token are replaced by their mean over the other half, layer by layer.
-clean = subject.capture(held, ["log_probs"]).log_probs.double()
-values = subject.capture(fit, ["value"])["value"]
+clean = model.capture(held, ["log_probs"]).log_probs.double()
+values = model.capture(fit, ["value"])["value"]
 effects = []
 for layer in range(len(values)):
-    ablated = subject.edit("value", values[layer].mean(0), layers=layer, positions="last")
+    ablated = model.edit("value", values[layer].mean(0), layers=layer, positions="last")
     effects.append(bits(kl(clean, ablated.capture(held, ["log_probs"]).log_probs.double()).numpy()))
 spans = [jackknife(np.mean, effect, np.array(held.cluster)) for effect in effects]
 means = [float(effect.mean()) for effect in effects]
@@ -42,7 +42,7 @@ go.Figure(line, {"xaxis": {"title": "layer", "dtick": 1}, "yaxis": {"title": "KL
 
 # %% [markdown]
 # How far the answers move when one layer's values are replaced. Whiskers: 95 % by jackknife over templates.
-# `subject.edit` says where (a site, layers, positions, heads) and what: a number, a tensor or a function.
+# `model.edit` says where (a site, layers, positions, heads) and what: a number, a tensor or a function.
 #
 # `pocket:pythia` has a million parameters and ships with llmgeom. It checks the instrument; it is no evidence about
 # language models. The line `MODEL` is the only one to change for another.
@@ -50,7 +50,7 @@ go.Figure(line, {"xaxis": {"title": "layer", "dtick": 1}, "yaxis": {"title": "KL
 # An edit that changes nothing must change nothing:
 
 # %%
-same = subject.edit("value", lambda x: x).capture(held, ["log_probs"]).log_probs.double()
+same = model.edit("value", lambda x: x).capture(held, ["log_probs"]).log_probs.double()
 float((same - clean).abs().max())
 
 # %% [markdown]
@@ -58,8 +58,8 @@ float((same - clean).abs().max())
 # every head of the last layer. By how much does the entropy of the next token change?
 
 # %%
-cut = subject.edit("scores", -np.inf, layers=-1, positions="last", keys=0)
-rise = cut.entropy(held) - subject.entropy(held)
+cut = model.edit("scores", -np.inf, layers=-1, positions="last", keys=0)
+rise = cut.entropy(held) - model.entropy(held)
 span = jackknife(np.mean, rise, np.array(held.cluster))
 f"{rise.mean():+.3f} bits, 95 % from {span.low:+.3f} to {span.high:+.3f}, {len(set(held.cluster))} templates"
 
@@ -81,7 +81,7 @@ from llmgeom.progress import bar
 from llmgeom.run import Run
 
 with bar():
-    record = Run(question(subject, batch, controls=39, seed=0)).record()
+    record = Run(question(model, batch, controls=39, seed=0)).record()
 record
 
 # %% [markdown]

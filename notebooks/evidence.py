@@ -35,10 +35,10 @@ import llmgeom
 from llmgeom.prompts import text
 from llmgeom.wind_tunnels import load_world
 
-subject = llmgeom.load(MODEL)
-batch = text.sample(load_world("two-point", text=True), 1, 0, subject.tokenizer, ks=(4,), surfaces=("list",))
+model = llmgeom.load(MODEL)
+batch = text.sample(load_world("two-point", text=True), 1, 0, model.tokenizer, ks=(4,), surfaces=("list",))
 with torch.no_grad():
-    logits = subject.model(**subject.tokenizer(batch.text[0], return_tensors="pt")).logits[0, -1]
+    logits = model.model(**model.tokenizer(batch.text[0], return_tensors="pt")).logits[0, -1]
 own = logits[batch.posterior.answers[0, -1]].softmax(0)  # of the two marks alone
 print(batch.text[0])
 for mark, exact, p in zip(batch.columns["marks"][0].split(), batch.exact.predictive[0, -1].exp(), own, strict=True):

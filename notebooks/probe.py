@@ -23,13 +23,13 @@ table["narrative"] = table["source"].isin(["fiction", "news"])
 table["words"] = table["text"].str.split().str.len()
 table.to_csv("mine.csv", index=False)
 
-subject, batch = llmgeom.load(MODEL), files.read("mine.csv")
+model, batch = llmgeom.load(MODEL), files.read("mine.csv")
 probes = {
     "narrative": LabelProbe("narrative", given=("length", "final_token")),
     "words": LabelProbe("words", given=("final_token",)),
 }
 with bar():
-    record = run_probes(subject, batch, probes, controls=20, seed=0)
+    record = run_probes(model, batch, probes, controls=20, seed=0)
 record.plot("narrative.residual_score")
 
 # %% [markdown]
@@ -81,7 +81,7 @@ record.frame("prompts").assign(missed=abs(residual)).nlargest(3, "missed")[["tex
 # ## Keep it
 #
 # `llmgeom probe` also writes the direction to a file, and `llmgeom ablate --axis FILE` asks whether the model uses it.
-# For scikit-learn, `record.frame("prompts")` has every column, and `subject.capture(batch)["residual", 2]` the
+# For scikit-learn, `record.frame("prompts")` has every column, and `model.capture(batch)["residual", 2]` the
 # activations.
 
 # %%

@@ -71,12 +71,12 @@ record.plot("attention_focus.normalised")
 # the largest relative differences.
 
 # %%
-subject = llmgeom.load(MODEL)
-values = subject.capture(["The capital of France is", "2 + 2 ="])["value", -1]
-values.shape, subject.entropy(["The capital of France is", "2 + 2 ="]).round(2)
+model = llmgeom.load(MODEL)
+values = model.capture(["The capital of France is", "2 + 2 ="])["value", -1]
+values.shape, model.entropy(["The capital of France is", "2 + 2 ="]).round(2)
 
 # %%
-subject.facts["self_check"]
+model.facts["self_check"]
 
 # %% [markdown]
 # ## The same before training

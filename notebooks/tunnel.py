@@ -78,8 +78,8 @@ graded.plot("posterior.entropy")
 # The numbers by themselves, and what predictors that do not infer reach:
 
 # %%
-subject = llmgeom.load(str(out))
-found = grade(subject, task, n=1000, seed=1)
+model = llmgeom.load(str(out))
+found = grade(model, task, n=1000, seed=1)
 print(f"KL {found.kl:.4f} bits a query, error of entropy {found.mae_abs:.4f} bits, skill {found.skill:.3f}")
 for name, scores in found.trivial.items():
     print(f"{name:15} KL {scores.kl.mean():.3f}")
@@ -99,7 +99,7 @@ print(f"KL {grade(untrained, task, n=1000, seed=1).kl:.3f} bits a query")
 # %%
 cut = task.truncated(120, seed=2, split="held-out")
 with bar():
-    record = run_probes(subject, cut, known(["value_manifold", "attention_focus"]))
+    record = run_probes(model, cut, known(["value_manifold", "attention_focus"]))
 record
 
 # %% [markdown]

@@ -107,8 +107,8 @@ out = Path("runs/urn")
 rmtree(out, ignore_errors=True)
 with bar():
     train(Training("urn.py:Urn", arch="gpt2", width=32, layers=2, steps=250, batch=128, lr="4e-3"), out)
-subject = llmgeom.load(str(out))
-found = grade(subject, task, n=500, seed=2)
+model = llmgeom.load(str(out))
+found = grade(model, task, n=500, seed=2)
 print(f"KL {found.kl:.4f} bits a query")
 for name, scores in found.trivial.items():
     print(f"{name:15} KL {scores.kl.mean():.4f}")
@@ -199,7 +199,7 @@ from llmgeom.run import run_probes
 cut = task.truncated(120, seed=3)
 probes = {"odds_line": odds_line, **known(["value_manifold"])}
 with bar():
-    record = run_probes(subject, cut, probes, controls=20, seed=0)
+    record = run_probes(model, cut, probes, controls=20, seed=0)
 record
 
 # %%
@@ -217,7 +217,7 @@ with bar():
 before
 
 # %%
-seen = subject.capture(cut, {Site.RESIDUAL})
+seen = model.capture(cut, {Site.RESIDUAL})
 log_p = seen.exact.predictive.double().numpy()
 moved = np.random.default_rng(0).permutation(log_p[:, 1] - log_p[:, 0])
 fold = folds(cut.cluster, 0)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from llmgeom.model.model import Model
     from llmgeom.record import Record
 
-AnySubject = TypeVar("AnySubject", bound="Model")
+AnyModel = TypeVar("AnyModel", bound="Model")
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class ModelConfig(Config):
         """The model, unless it is given, as it reads prompts."""
         return self.reading(given or self.load(located))
 
-    def reading(self, subject: AnySubject) -> AnySubject:
+    def reading(self, subject: AnyModel) -> AnyModel:
         """The model as it reads prompts: as plain text."""
         return subject
 
@@ -200,7 +200,7 @@ class ChatConfig(ModelConfig):
 
     chat: bool = prompt_flag(False, "Give each prompt, or list, as a user's message, in the tokenizer's template.")
 
-    def reading(self, subject: AnySubject) -> AnySubject:
+    def reading(self, subject: AnyModel) -> AnyModel:
         """The model as it reads prompts: with --chat each as a message."""
         from llmgeom.prompts.surfaces import QUESTION
 

@@ -271,7 +271,8 @@ def needed_n_mean(effect: float, sd: float, power: float = 0.9, level: float = 0
     """Clusters needed for the interval of a mean, `effect` beyond the null's end, to exclude that end with this power.
 
     n = ((z_a + z_b) sd / effect)^2 + z_a^2 / 2, sd between clusters in the unit of effect; the last term is
-    Guenther's (1981), for an estimated variance. For a jackknifed statistic sd is its standard error times sqrt(clusters).
+    Guenther's (1981), for an estimated variance. For a jackknifed statistic sd is its standard error times
+    sqrt(clusters).
     """
     from scipy.stats import norm
 
