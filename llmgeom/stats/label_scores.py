@@ -109,20 +109,12 @@ def scores(
 
 def _aurocs(positive: np.ndarray, prediction: np.ndarray, fold: np.ndarray) -> np.ndarray:
     """AUROC of each draw within folds: each positive row counts the negatives of its fold below it, and half of its
-    ties."""
+    ties: its rank there less that among positive rows (Mann and Whitney 1947)."""
     won, pairs = np.zeros(positive.shape[1]), np.zeros(positive.shape[1])
-    for held in np.unique(fold):
-        order = prediction[here := np.flatnonzero(fold == held)].argsort(0)
-        ordered = np.take_along_axis(prediction[here], order, 0)
-        yes = np.take_along_axis(positive[here], order, 0)
-        upto = (~yes).cumsum(0)
-        new = np.ones((len(here) + 1, len(won)), dtype=bool)
-        new[1:-1] = ordered[1:] != ordered[:-1]
-        # Cumulative sums never decrease: `below` is the sum before a row and its ties, `equal` that up to the last tie.
-        below = np.maximum.accumulate(np.where(new[:-1], upto - ~yes, 0), 0)
-        equal = np.minimum.accumulate(np.where(new[1:], upto, np.inf)[::-1], 0)[::-1]
-        won += (yes * (below + equal) / 2).sum(0)
-        pairs += yes.sum(0) * (~yes).sum(0)
+    for here in (fold == held for held in np.unique(fold)):
+        yes = positive[here].sum(0)
+        won += (rankdata(prediction[here], axis=0) * positive[here]).sum(0) - yes * (yes + 1) / 2
+        pairs += yes * (here.sum() - yes)
     if not pairs.all():
         raise UserError("no fold contains both values of the label: give more clusters of the rarer value")
     return won / pairs
@@ -309,8 +301,6 @@ def brier(probability: Float[np.ndarray, "prompt answer"], right: Int[np.ndarray
 
 def ranking(score: Float[np.ndarray, " prompt"], right: Bool[np.ndarray, " prompt"]) -> float:
     """AUROC: P(a right answer scores higher than a wrong one), ties half; 1/2 where all are right or all wrong."""
-    yes = int(right.sum())
-    no = len(right) - yes
-    if not yes or not no:
+    if right.all() or not right.any():
         return 0.5
-    return float((rankdata(score)[right].sum() - yes * (yes + 1) / 2) / (yes * no))
+    return float(_aurocs(right[:, None], score[:, None], np.zeros(len(right)))[0])

@@ -32,21 +32,12 @@ from llmgeom.stats.label_scores import (
 )
 from llmgeom.stats.resampling import LEAST_CLUSTERS, Transform, jackknife
 
-PROBE = "answers"
+PROBE, TITLE = "answers", "Given answers"
 PROMPT, RIGHT = "prompt", "right"  # columns of the expanded batch
 MOST_ANSWERS = 20  # different ones
 DRAWS = 199
 CLAIMS = declared(PROBE)
 MOST = {"Brier score": 2.0}  # the largest value; 1 for every other score
-
-
-def probabilities(log_prob: Sequence[Sequence[float]]) -> np.ndarray:
-    """[prompt answer] probabilities among the answers of a prompt; 0 beyond its last answer."""
-    x = np.full((len(log_prob), max(map(len, log_prob))), -np.inf)
-    for i, row in enumerate(log_prob):
-        x[i, : len(row)] = row
-    x = np.exp(x - x.max(1, keepdims=True))
-    return x / x.sum(1, keepdims=True)
 
 
 def scored(
@@ -77,7 +68,10 @@ def scored(
     Raises:
         UserError: fewer than 5 clusters.
     """
-    probability = probabilities(log_prob)
+    nats = np.full((len(log_prob), max(map(len, log_prob))), -np.inf)  # a prompt may have fewer answers than another
+    for row, own in zip(nats, log_prob, strict=True):
+        row[: len(own)] = own
+    probability = np.exp(nats - np.logaddexp.reduce(nats, axis=1, keepdims=True))
     if entropy is None:
         entropy = -(probability * np.log2(np.where(probability > 0, probability, 1))).sum(1)
     answer, sure = probability.argmax(1), probability.max(1)
@@ -101,28 +95,24 @@ def scored(
 
     mean, share, count = reliability(sure, answer == right)
     wilson = [binomtest(round(s * n), n).proportion_ci(method="wilson") for s, n in zip(share, count, strict=True)]
-    regular = len(set(map(len, log_prob))) == 1
-    each = np.array(log_prob, dtype=np.float64) / np.log(2) if regular else None
-    lengths, chosen = None if tokens is None else tokens.astype(np.float64), probability[rows, right]
-    interval, here = (
-        ("prompts, taken as independent", np.array(wilson)),
-        "mean confidence: a calibrated model lies here",
-    )
-    of_each, of_right = "log2-probability of each answer, all its tokens", "probability of the right among the answers"
-    of_entropy = "entropy of the next token; of the answers where only these are known"
+    regular, interval = len(set(map(len, log_prob))) == 1, ("prompts, taken as independent", np.array(wilson))
+    said, each = "share of right answers, by confidence", "log2-probability of each answer, all its tokens"
+    asked = "entropy of the next token; of the answers where only these are known"
+    shown = {
+        **line("share", share, "confidence", "fraction", said, interval=interval, beside="confidence"),
+        "confidence": labelled(mean, "confidence", "fraction", "mean confidence: a calibrated model lies here"),
+        "count": labelled(count.astype(np.float64), "confidence", "prompts", "prompts in each bin"),
+        "log_prob": labelled(nats / np.log(2) if regular else None, "prompt answer", "bits", each),
+        "likeliest": labelled(answer.astype(np.float64), "prompt", "index", "the likeliest answer, from 0"),
+        "right_probability": labelled(
+            probability[rows, right], "prompt", "fraction", "probability of the right among the answers"
+        ),
+        "entropy": labelled(entropy, "prompt", "bits", asked),
+        "tokens": labelled(tokens, "prompt", "count", "tokens of each prompt"),
+    }
     return Measured.of(
-        "Given answers",
-        {
-            **line("share", share, "confidence", "fraction", "share of right answers, by confidence",
-                   interval=interval, beside="confidence"),
-            "confidence": labelled(mean, "confidence", "fraction", here),
-            "count": labelled(count.astype(np.float64), "confidence", "prompts", "prompts in each bin"),
-            "log_prob": labelled(each, "prompt answer", "bits", of_each),
-            "likeliest": labelled(answer.astype(np.float64), "prompt", "index", "the likeliest answer, from 0"),
-            "right_probability": labelled(chosen, "prompt", "fraction", of_right),
-            "entropy": labelled(entropy, "prompt", "bits", of_entropy),
-            "tokens": labelled(lengths, "prompt", "count", "tokens of each prompt"),
-        },
+        TITLE,
+        shown,
         __name__,
         estimates=(
             measured("accuracy", lambda subset, truth: float((answer[subset] == truth).mean())),
@@ -140,7 +130,7 @@ def scored(
         notes=(*notes, f"at most {BINS} bins of equally many prompts"),
         warnings=(f"accuracy, Brier score and AUROC have no control: {why}",) if why else (),
         ticks={"confidence": tuple(f"{value:.2f}" for value in mean), **({"answer": names} if names else {})},
-    )  # fmt: skip
+    )
 
 
 # ---- answers of a model ----------------------------------------------------------------------------------------------
@@ -189,7 +179,7 @@ class AnswersProbe:
             f"the most common {what} is right for {np.bincount(right).max() / len(right):.2f} of the prompts",
         )
         log_prob = [part.tolist() for part in np.split(total, start[1:])]
-        of_prompts = {"entropy": data.entropy[first], "tokens": capture.position.numpy()[first] + 1}
+        of_prompts = {"entropy": data.entropy[first], "tokens": capture.position.numpy()[first] + 1.0}
         names = self.answers[0] if alike else ()
         return scored(log_prob, right, clusters, data.seed, notes, names=names, **of_prompts)
 
