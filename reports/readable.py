@@ -74,7 +74,7 @@ def _drawn(
     def up(value: float) -> float:
         return round(100 - 100 * (value - low) / (high - low), 2)
 
-    def path(y: Sequence[float], places: Sequence[float] = x) -> str:
+    def path(y: Any, places: Any = x) -> str:
         return " ".join(f"{across(a)},{up(b)}" for a, b in zip(places, y, strict=True))
 
     def area(ends: np.ndarray) -> str:
@@ -110,7 +110,7 @@ def _texts(record: Record, measured: Measured) -> list[tuple[str, list[tuple[int
         return []
     order, classes = np.argsort(prediction, kind="stable"), measured.ticks.get("true_class", ())
 
-    def listed(rows: Sequence[int], said: Sequence[str]) -> list[tuple[int, str, str]]:
+    def listed(rows: Any, said: Sequence[str]) -> list[tuple[int, str, str]]:
         return [(int(i), last_words(text[i]), one) for i, one in zip(rows, said, strict=True)]
 
     if "probe_class" not in measured.arrays:

@@ -203,3 +203,24 @@ def test_transfer_tells_a_direction_that_all_values_share_from_one_each():
     assert one.ticks["value"] == ("x", "y", "z")
     assert one.arrays["transfer_score"].min() > 0.85
     assert several.arrays["transfer_score"].max() < 0.7 < several.arrays["transfer_within"].min()
+
+
+def test_layers_of_a_hybrid_keep_their_numbers_and_sites_of_other_depths_go_together():
+    """Attention stands in layers 2 and 5 alone; the residual stream has one layer more than the other sites."""
+    data = World(n=60, strength=1.5).data(0)
+
+    def read(tensors, *sites):
+        def other(capture):
+            return replace(capture, tensors={key: capture.tensors[Site.RESIDUAL, i] for key, i in tensors.items()})
+
+        drawn = {name: tuple(map(other, getattr(data, name))) for name in ("untrained", "shuffled")}
+        held = replace(data, capture=other(data.capture), no_context=other(data.no_context), **drawn)
+        return LabelProbe("label", sites=sites).measure(held)
+
+    hybrid = read({(Site.VALUE, 2): 0, (Site.VALUE, 5): 1}, Site.VALUE)
+    assert hybrid.ticks["layer"] == (2, 5) and hybrid.ticks["place"][1] in (2, 5)
+    deep = {(Site.RESIDUAL, i): i for i in range(3)} | {(Site.VALUE, i): i for i in range(2)}
+    both = read(deep, Site.RESIDUAL, Site.VALUE)
+    assert (len(both.arrays["residual_score"]), len(both.arrays["value_score"])) == (3, 2) and "layer" not in both.ticks
+    with refused(UserError, "residual and value lie in different layers"):
+        read({(Site.RESIDUAL, 0): 0, (Site.RESIDUAL, 1): 1, (Site.VALUE, 2): 2}, Site.RESIDUAL, Site.VALUE)

@@ -272,6 +272,7 @@ def by_number(
 
     A part in which a class has too few clusters is left out.
     """
+    clusters = np.asarray(clusters)
     x, rng, every = places[place](), np.random.default_rng(seed), np.unique(clusters)
     found: dict[int, list[float]] = {}
     for share in SHARES:
@@ -279,7 +280,7 @@ def by_number(
         for _ in range(DRAWS):
             kept = np.isin(clusters, rng.choice(every, max(1, round(share * len(every))), replace=False))
             with suppress(UserError):
-                fold = stratified_folds(design.kind, label[kept], np.asarray(clusters)[kept], seed)
+                fold = stratified_folds(design.kind, label[kept], clusters[kept], seed)
                 confounds = None if design.confounds is None else design.confounds[kept]
                 part = replace(design, truth=design.truth[kept], fold=fold, confounds=confounds)
                 scores.append(held_out(part, [partial(np.take, x, np.flatnonzero(kept), 0)]).value)

@@ -100,8 +100,8 @@ class Probe(BaseEstimator):
         batch = self._read(X, {PROBE: tuple(labels)}, tuple(map(str, groups)))
         asked.check(batch, self.seed)
         facts = {"target": PROBE, "given": ",".join(asked.given) or "none", "positions": str(position)}
-        options = {"controls": self.controls, "seed": self.seed, "facts": facts}
-        return self._take(run_probes(self._model, batch, {PROBE: asked}, **options))
+        record = run_probes(self._model, batch, {PROBE: asked}, controls=self.controls, seed=self.seed, facts=facts)
+        return self._take(record)
 
     def decision_function(self, X: Any) -> np.ndarray:
         """[row] log odds of the second class, [row class] of each of several; the predicted number."""

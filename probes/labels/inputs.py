@@ -257,7 +257,8 @@ def located(model: Model, batch: Batch, positions: Sequence[Position]) -> Batch:
         needed = "a chat template" if getattr(tokenizer, "is_fast", False) else "a fast tokenizer, which gives offsets"
         raise UserError(f"{model.name}: chats and their parts need {needed}")
     written = model.facts.get("chat") or chats is not None
-    rows, found = [], {f"{part} {end}": [] for part in parts for end in ("first", "last")}
+    rows: list[Tensor] = []
+    found: dict[str, list[int]] = {f"{part} {end}": [] for part in parts for end in ("first", "last")}
     for i, text in enumerate(batch.text):
         turns = json.loads(chats[i]) if chats is not None else [{"role": "user", "content": text}]
         if written:

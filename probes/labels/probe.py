@@ -37,7 +37,7 @@ from llmgeom.probes.labels.inputs import (
     transferred,
 )
 from llmgeom.probes.shared.nulls import permutation_null
-from llmgeom.result import SENTENCE, Estimate, Figure, Labelled, Measured, labelled
+from llmgeom.result import SENTENCE, Estimate, Figure, Labelled, Measured, labelled, read_texts
 from llmgeom.stats import ridge_probe
 from llmgeom.stats.label_scores import METRICS, bounds, chance, classified, coded, moved, require_orders
 from llmgeom.stats.nested_probe import (
@@ -143,11 +143,13 @@ class LabelProbe:
         for position in self.positions:
             for site in self.sites:
                 layers = capture.layers(site)
-                for layer in range(len(layers)) if self.layers is None else self.layers:
-                    if not 0 <= layer < len(layers):
-                        raise UserError(f"--layers {layer}: {site.value} has layers 0 to {len(layers) - 1}")
+                have = [number for _, number in layers.keys]  # of a hybrid not all: attention is in some layers alone
+                for layer in have if self.layers is None else self.layers:
+                    if layer not in have:
+                        there = f"0 to {have[-1]}" if have == [*range(len(have))] else ", ".join(map(str, have))
+                        raise UserError(f"--layers {layer}: {site.value} has layers {there}")
                     name = site.value if position == LAST else f"{site.value} {position}"
-                    places[name, layer] = partial(pooled, capture, layers, layer, position)
+                    places[name, layer] = partial(pooled, capture, layers, have.index(layer), position)
         return places
 
 
@@ -284,7 +286,14 @@ class _Measurement:
             estimates.append(every.alone(", all prompts", every.own))
         sites = list(dict.fromkeys(site for site, _ in self.places))
         shown: dict[str, Labelled | None] = {}
-        ticks: dict[str, tuple] = {"layer": self.probe.layers} if self.probe.layers else {}
+        layers_of = {site: tuple(layer for name, layer in self.places if name == site) for site in sites}
+        ticks: dict[str, tuple] = {}
+        if self.probe.layers or any(numbers != tuple(range(len(numbers))) for numbers in layers_of.values()):
+            ticks["layer"], *others = set(layers_of.values())
+            if others:
+                raise UserError(
+                    f"{' and '.join(sites)} lie in different layers: give --layers that all have, or one site"
+                )
         facts: dict[str, str] = {}
 
         def curve(part: str, of: _Measurement, site: str, band: np.ndarray, lines: Sequence[np.ndarray]) -> np.ndarray:
@@ -317,12 +326,12 @@ class _Measurement:
             ticks["control"] = tuple(lines)
             place, errors = self.chosen_place, self.own.errors.sum(1)[here]
             best = here.index(place) if place in here else int(errors.argmin())
-            numbers = list(self.probe.layers or range(len(here)))
-            facts[f"{WHERE}{site}"] = where(numbers, self.own.scores[here], low, controls[:, 1], best)
+            facts[f"{WHERE}{site}"] = where(layers_of[site], self.own.scores[here], low, controls[:, 1], best)
         each = [f"{site}: {facts[f'{WHERE}{site}']}" for site in sites]
         at = "; ".join(f"in {site} {facts[f'{WHERE}{site}']}" for site in sites)
         facts[SENTENCE] = f"“{self.target.name}” is readable {at if len(sites) > 1 else facts[f'{WHERE}{sites[0]}']}"
-        for site in sites if every is not None else ():
+        for site in sites if every else ():
+            assert every
             curve(f"{site.replace(' ', '_')}_all_prompts", every, site, every.permuted(site), [])
         alone, unexplained = self.explained()
         if alone:
@@ -340,9 +349,9 @@ class _Measurement:
             what = "transfer: score on the same prompts with folds over all values"
             shown["transfer_within"] = labelled(within, "value", score, what)
         seed = self.data.seed
-        numbers, scores = by_number(self.design, self.label, self.clusters, self.loaders, self.chosen_place, seed)
-        if len(numbers) > 1:
-            ticks["rows"], figure = numbers, Figure("curve", interval="by_number_range")
+        parts, scores = by_number(self.design, self.label, self.clusters, self.loaders, self.chosen_place, seed)
+        if len(parts) > 1:
+            ticks["rows"], figure = parts, Figure("curve", interval="by_number_range")
             what = "held-out score at the direction's place with fewer prompts, mean over draws of whole clusters"
             shown["by_number_score"] = labelled(scores.mean(1), "rows", score, what, figure)
             ends, what = np.stack([scores.min(1), scores.max(1)], 1), "least and largest over the draws"
@@ -355,16 +364,15 @@ class _Measurement:
         if self.untested is None and self.data.no_context is None:
             missing = [f"the control {NO_CONTEXT!r} is not available for this model"]
         notes = (*each, *self.summary(), *unexplained, (every or self).farthest(shown))
-        return Measured.of(
-            TITLE,
-            shown,
-            __name__,
-            estimates=tuple(estimates),
-            warnings=tuple(missing),
-            notes=notes,
-            ticks=ticks,
-            facts=facts,
-        )
+        present = {name: one for name, one in shown.items() if one is not None}
+        if odd := [name for name, (_, array) in present.items() if not np.isfinite(array).all()]:
+            raise ValueError(f"{odd[0]} is not finite")  # no NaN travels
+        return Measured(  # not Measured.of: the residual stream has one layer more than other sites
+            TITLE, **read_texts(__name__)[TITLE], estimates=tuple(estimates),
+            quantities={name: declared for name, (declared, _) in present.items()},
+            arrays={name: array for name, (_, array) in present.items()},
+            warnings=tuple(missing), notes=notes, ticks=ticks, facts=facts,
+        )  # fmt: skip
 
     def fitted(self) -> dict[str, Labelled | None]:
         """The probe at the chosen place, fitted to all prompts: weights, log odds, direction; and the confusion."""
