@@ -36,9 +36,7 @@ FIELDS = (
 )
 CURVES = {  # probe -> arrays [layer] that are stored, too
     "interchange": ("whole", "frame", "random", "placebo"),
-    "attention_focus": ("normalised", "rest"),
     "value_manifold": ("pc12",),
-    "key_orthogonality": ("columns_mean",),
 }
 RANGES = {
     "interval": ("low", "high"),

@@ -43,7 +43,6 @@ from llmgeom.stats.resampling import mean_intervals
 from llmgeom.stats.tests import correlation_interval, spearman
 
 SHARE = 0.05  # of the directions, which are called the near-null space
-NEURONS, OTHERS, DRAWS, PROMPTS = 16, 32, 19, 150
 
 
 @torch.no_grad()
@@ -150,8 +149,16 @@ def neuron_changes(activations: Tensor, writes: Tensor, post: Callable[[Tensor],
     return post(whole - moved[:, None] * writes[one]) - post(whole)
 
 
-def measure(subject: Model, n: int = PROMPTS, seed: int = 0, draws: int = DRAWS) -> dict[str, dict[str, Any]]:
-    """Every number by name, as `docs/results.py` stores it."""
+def measure(subject: Model, n: int = 150, draws: int = 19, few: int = 16, seed: int = 0) -> dict[str, dict[str, Any]]:
+    """Every number by name, as `docs/results.py` stores it.
+
+    Args:
+        subject: A model with an RMS norm before its unembedding.
+        n: Prompts; half of them are measured.
+        draws: Random directions beside each axis.
+        few: Neurons of the largest null share that are measured, and twice as many others.
+        seed: Fixes prompts and draws.
+    """
     if getattr(subject.unembed.norm, "bias", None) is not None:
         raise Unavailable(f"{subject.name}: its final norm has a bias; this study reads RMS norms")
     pool = Domain("mixed").sample(max(2 * n, 40), seed)
@@ -191,8 +198,8 @@ def measure(subject: Model, n: int = PROMPTS, seed: int = 0, draws: int = DRAWS)
     ranked = loud[np.argsort(-shares[loud])]
     found["null share of a neuron, largest"] = {"value": float(shares[ranked[0]]), "n": len(loud)}
     found["null share of a neuron, median"] = {"value": float(np.median(shares[loud])), "n": len(loud)}
-    others = np.random.default_rng(seed).choice(ranked[NEURONS:], OTHERS, replace=False)
-    for name, some in {"neurons of the largest null share": ranked[:NEURONS], "other neurons": others}.items():
+    others = np.random.default_rng(seed).choice(ranked[few:], 2 * few, replace=False)
+    for name, some in {"neurons of the largest null share": ranked[:few], "other neurons": others}.items():
         changes = [neuron_changes(activations, writes, post, int(one))[~first] for one in some]
         own, random = effects(changes), effects([random_changes(change, i) for i, change in enumerate(changes)])
         for of in (own, random):
@@ -221,10 +228,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="smollm2")
     parser.add_argument("--out", default="runs/entropy-neurons")
-    parser.add_argument("--n", type=int, default=PROMPTS)
-    parser.add_argument("--seed", type=int, default=0)
+    for name, usual in (("n", 150), ("draws", 19), ("neurons", 16), ("seed", 0)):
+        parser.add_argument(f"--{name}", type=int, default=usual)
     asked = parser.parse_args(arguments)
-    found = measure(llmgeom.load(asked.model), asked.n, asked.seed)
+    found = measure(llmgeom.load(asked.model), asked.n, asked.draws, asked.neurons, asked.seed)
     Path(asked.out).mkdir(parents=True, exist_ok=True)
     Path(asked.out, "metrics.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     for name, one in found.items():

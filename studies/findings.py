@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -215,96 +217,126 @@ def figure() -> Any:
     )  # fmt: skip
 
 
-INTRO = """# What two real models say
-
-SmolLM2-135M-Instruct (30 layers; 9 query heads on 3 of keys and values) and Gemma-3-270M (base; 18 layers; 4 on 1; a window of 512
-tokens in 15 layers), read from 4-bit files, dequantised. `python -m studies.findings` writes this page, down to "In small models
-of known truth", from `docs/results/`; `python docs/results.py --run NAME` measures a record again by its command in
-`docs/results/commands.toml` (GEMMA: a folder or GGUF file). Intervals are 95 %, over templates, sets of labels, or heads. The
-control is the hardest that a claim names, and the [word](claims.md) comes from both.
-
-![Each claim of both models on one scale: 0 is the hardest control, 1 the claimed effect](pictures/findings.svg)
-
-## The four predictions
-
-Paper III (Agarwal et al. 2025, arXiv 2512.23752). Scans: 75 mixed and 75 maths prompts (records `smollm2`, float32, 8 draws of each
-control; `gemma_seed0`, bfloat16, 5). Evidence: 200 prompts (`smollm2_evidence`, `gemma_evidence`, bfloat16)."""
-
-LIMITS = """## What nobody can tell from this
-
-- Whether a property is one of language models, of size, or of grouped queries: these are two trainings, which differ in everything.
-- What a window does: no prompt here is as long as Gemma's.
-- Whether rounding to 4 bits matters: the published weights were not read.
-- Whether PC1 follows entropy: 75 prompts leave |rho| open, and so would several hundred.
-- Whether an answer comes from a belief or from a count: for two labels the exact log odds are a function of the counts' difference,
-  so that a counter with the same weight answers the same.
-"""
-INDUCTION = "Random tokens, repeated (`llmgeom heads`; records `smollm2_heads`, `gemma_heads`):"
+def prose(text: str) -> list[str]:
+    """A paragraph in lines of 132 columns, and an empty one."""
+    return [*textwrap.wrap(" ".join(text.split()), 132, break_long_words=False, break_on_hyphens=False), ""]
 
 
-def reading() -> list[str]:
-    """What the table of predictions says, and the entropy axis."""
-    every = {claim: [claimed(model, claim) for model in MODELS] for claim in PREDICTED}
-    plane, order, gain, keys, focus, rest, used, weighed = every.values()
-    words = {claim: [one["verdict"] for one in of] for claim, of in every.items()}
+def four() -> list[str]:
+    """What the two models say of the four predictions."""
+    plane, order, gain, keys, focus, rest, used, _ = (
+        [claimed(model, claim) for model in MODELS] for claim in PREDICTED
+    )
+
+    def words(of: Sequence[dict[str, Any]], *allowed: str) -> bool:
+        return all(one["verdict"] in allowed for one in of)
+
     falls = " and ".join(number(one["value"], ".0%") for one in focus)
-    lines = [
-        said(
-            f"**Attention focuses in both**, by {falls}, more than in every control; without the first token it does not.",
-            *(one["verdict"] in ("holds", "small") for one in focus),
-            *(one["verdict"] in ("ruled out", "opposite") for one in rest),
-        ),
-        said(
-            "**Values lie near no plane**, mixed or within one domain.",
-            *(one["verdict"] in ("ruled out", "opposite") for one in (*plane, *gain)),
-        ),
-        said("**Keys overlap more than before training.**", *(one["verdict"] == "opposite" for one in keys)),
-        said("**Both use evidence in context.**", *(one["verdict"] == "holds" for one in used)),
-        said("Whether PC1 follows entropy is open.", *(one["verdict"] == "open" for one in order)),
-    ]
-    del words, weighed
-    return [*lines, ""]
-
-
-SEEDS_SAY = ""
-
-
-def weighing() -> list[str]:
-    """Two labels in context."""
-    first, second = (metrics(f"{model}_evidence")["weight of evidence"] for model in MODELS)
     return [
-        said(
-            f"**Both weigh labels about twice as much as Bayes' rule**: log odds grow {value(first, '.1f')} and "
-            f"{value(second, '.1f')} times as fast.",
-            *(1.5 < one["low"] < 2 < one["high"] for one in (first, second)),
-        )
-        + " Eight worlds of SmolLM2: [evidence](evidence.md#smollm2-135m-instruct).",
+        *prose(
+            said(
+                f"**Attention narrows in both**, by {falls}, more than in every control; without the first token, the "
+                "sink, it does not.", words(focus, "holds", "small"), words(rest, "ruled out", "opposite"),
+            )
+            + said(" **Values lie near no plane**, mixed or on maths.", words(plane + gain, "ruled out", "opposite"))
+            + said(" **Keys overlap more than before training.**", words(keys, "opposite"))
+            + said(" **Both use labels in context.**", words(used, "holds"))
+            + said(" Whether PC1 follows entropy is open.", words(order, "open"))
+        ),
+        *predictions(),
+    ]  # fmt: skip
+
+
+def replicated() -> list[str]:
+    return ["### Seeds of prompts, and precision", "", *replicates()]
+
+
+def axis() -> list[str]:
+    return []
+
+
+def weighed() -> list[str]:
+    """Two labels in context."""
+    slopes = [metrics(f"{model}_evidence")["weight of evidence"] for model in MODELS]
+    shown = " and ".join(value(one, ".1f") for one in slopes)
+    return [
+        *prose(
+            said(
+                f"**Both weigh labels about twice as much as Bayes' rule says**: log odds grow {shown} times as fast.",
+                *(one["low"] < 2.1 and one["high"] > 1.9 and one["low"] > 1.5 for one in slopes),
+            )
+            + " Eight worlds of SmolLM2: [evidence](evidence.md#smollm2-135m-instruct)."
+        ),
+        *evidence(),
     ]
 
 
-def believing() -> list[str]:
-    return []
+def induction() -> list[str]:
+    """Heads on repeated random tokens."""
+    return [*heads("smollm2"), *heads("gemma"), ""]
 
 
-def confidence() -> list[str]:
-    return []
+def believed() -> list[str]:
+    return beliefs()
+
+
+def regulated() -> list[str]:
+    return neurons()
 
 
 def rescued() -> list[str]:
-    return []
+    return rescue()
 
 
 def page() -> str:
     """The page above `REST`."""
-    lines = INTRO.splitlines() + predictions() + reading() + ["### Seeds of prompts, and precision"] + replicates()
-    lines += [SEEDS_SAY, "", "## Evidence in context", "", *weighing(), *evidence()]
-    lines += ["## Induction heads", "", INDUCTION, "", *heads("smollm2"), *heads("gemma"), ""]
-    if body := beliefs():
-        lines += ["## Beliefs in context", "", *believing(), *body]
-    lines += ["## Entropy neurons", "", *confidence(), *neurons()]
-    lines += ["## Rescue transplant", "", *rescued(), *rescue()]
-    lines += LIMITS.splitlines()
+    lines = [
+        "# What two real models say",
+        "",
+        *prose(
+            """SmolLM2-135M-Instruct (30 layers; 9 query heads share 3 of keys and values) and Gemma-3-270M (base; 18
+            layers; 4 share 1; in 15 layers a window of 512 tokens), read from 4-bit files, dequantised.
+            `python -m studies.findings` writes this page, down to "In small models of known truth", from
+            `docs/results/`; `python docs/results.py --run NAME` measures a record again, by its command in
+            `docs/results/commands.toml` (GEMMA: a folder or GGUF file). Intervals are 95 %, over templates, sets of
+            labels, or heads. The control is the hardest that a claim names; the [word](claims.md) comes from both."""
+        ),
+        "![Both models on one scale: 0 is the hardest control, 1 the claimed effect beyond it](pictures/findings.svg)",
+        "",
+        "## The four predictions",
+        "",
+        *prose(
+            """Paper III (Agarwal et al. 2025, arXiv 2512.23752). Scans of 75 mixed and 75 maths prompts: records
+            `smollm2` (float32, 8 draws of each control) and `gemma_seed0` (bfloat16, 5). 200 prompts of two labels:
+            `smollm2_evidence`, `gemma_evidence` (bfloat16)."""
+        ),
+        *four(), *replicated(), *axis(),
+        "## Evidence in context", "", *weighed(),
+        "## Induction heads", "", *induction(),
+        "## Beliefs in context", "", *believed(),
+        "## Entropy neurons", "", *regulated(),
+        "## Rescue transplant", "", *rescued(),
+        "## What nobody can tell from this", "", *limits(),
+    ]  # fmt: skip
     return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n\n"
+
+
+def limits() -> list[str]:
+    """What two trainings, read once, leave open."""
+    each = (
+        "Whether a property is one of language models, of size, or of grouped queries: these are two trainings, which "
+        "differ in everything. What a window does: no prompt here is as long as Gemma's.",
+        "Whether rounding to 4 bits matters: other weights were not read.",
+        "Whether an answer comes from a belief or from a count: for two labels the exact log odds depend on the "
+        "difference of the counts alone, and a counter of the same weight answers the same.",
+    )
+    return [line for one in each for line in textwrap.wrap(f"- {one}", 132, subsequent_indent="  ")] + [""]
+
+
+def digest() -> str:
+    """What the figure ends in: a hash of the numbers that it draws."""
+    drawn = [claimed(model, claim) for model in MODELS for claim in PREDICTED]
+    return f"<!-- of {sha256(json.dumps(drawn, sort_keys=True).encode()).hexdigest()[:16]} -->"
 
 
 def main() -> None:
@@ -314,7 +346,7 @@ def main() -> None:
     sys.path.insert(0, str(DOCS))
     from pictures import svg
 
-    FIGURE.write_text(svg(figure(), 860, 400) + "\n", encoding="utf-8")
+    FIGURE.write_text(svg(figure(), 860, 400) + digest() + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

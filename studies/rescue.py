@@ -12,7 +12,8 @@ Donors are the same orbit, begun later, so that x_t stands at the last position 
     update      what the donor's blocks below wrote, on the position's own embedding
     mismatched  a donor of another rule with another answer: does the answer become the donor's?
     random      a random direction, as long as the donor's less the position's own
-    embedding   block 0: the donor's token and position embedding, nothing else
+    embedding   `whole` at block 0: the donor's token and position embedding, nothing else
+    lens        the donor's answer by the logit lens at that place: a state that holds the answer already needs no block
 """
 
 from __future__ import annotations
@@ -108,6 +109,8 @@ def measure(subject: Model, world: Recurrence, n: int = N, seed: int = 0) -> dic
     effects = runner.run(edits)
     found = {"past the horizon, no edit": right(own.layers(Site.LOG_PROBS)[0], answer),
              "donors, within the horizon": right(donor.layers(Site.LOG_PROBS)[0], answer)}  # fmt: skip
+    for block, stream in enumerate(streams[1][: len(subject.blocks)]):
+        found[f"lens of the donor, block {block}"] = right(subject.unembed(stream), answer)
     for edit in edits:
         found[edit.name] = effects[f"{edit.name}/own"][0]
         if edit.name.startswith("mismatched"):

@@ -11,7 +11,7 @@ from llmgeom.probe import Site
 from llmgeom.wind_tunnels import load_world
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
-from studies import entropy_neurons, rescue
+from studies import entropy_neurons, findings, rescue
 from tests.families import FAMILIES, ragged
 
 
@@ -66,7 +66,7 @@ def test_a_neuron_without_its_own_activation_is_the_model_s_own_pass_without_it(
 
 
 def test_entropy_neurons_run_from_the_command_to_the_stored_numbers(tmp_path, capsys):
-    entropy_neurons.main(["pocket:llama", "--n", "20", "--out", str(tmp_path)])
+    entropy_neurons.main(["pocket:llama", "--n", "20", "--draws", "3", "--neurons", "2", "--out", str(tmp_path)])
     assert "residual ridge: null share" in capsys.readouterr().out and (tmp_path / "metrics.json").stat().st_size
 
 
@@ -118,3 +118,25 @@ def test_a_donor_stands_in_the_same_state_and_has_the_same_answer(tunnel):
     a, b, numbers = drawn[:, :1], drawn[:, 1:2], drawn[:, 2:]
     assert ((a * numbers[:, :-1] + b) % world.modulus == numbers[:, 1:]).all() and (a != 0).all()
     assert (numbers[:, 1] != numbers[:, 0]).all() and drawn.shape == (50, 2 + world.steps)
+
+
+def test_the_page_of_two_models_and_its_figure_are_those_of_the_stored_records():
+    assert findings.PAGE.read_text(encoding="utf-8").startswith(findings.page() + findings.REST)
+    assert findings.digest() in findings.FIGURE.read_text(encoding="utf-8")
+
+
+def test_a_sentence_that_the_records_no_longer_bear_is_not_written(monkeypatch):
+    """Every word and end of an interval that a sentence rests on: were attention not to focus, the page stops."""
+    for claim in findings.PREDICTED:
+        _, metric, *_ = findings.PREDICTED[claim]
+        real = findings.metrics
+
+        def changed(name, metric=metric, real=real):
+            found = real(name)
+            wrong = {"verdict": "holds" if found.get(metric, {}).get("verdict") != "holds" else "open", "low": 9.0}
+            return {**found, metric: {**found[metric], **wrong}} if metric in found else found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(findings, "metrics", changed)
+            with pytest.raises(ValueError, match="do not say"):
+                findings.page()
