@@ -1,7 +1,7 @@
 """Rescue transplant: does a state from within the horizon of the loss repair an answer past it?
 
-`python -m studies.rescue --out FOLDER` trains a tunnel on `recurrence`, whose loss covers x_1 ... x_5 of fifteen
-numbers, and writes FOLDER/metrics.json. Past the horizon its answers fail. One position's residual stream there becomes
+`python -m studies.rescue --out FOLDER` trains a tunnel on `recurrence`, whose loss covers x_1 ... x_5 of x_0 ...
+x_15, and writes FOLDER/metrics.json. Past the horizon its answers fail. One position's residual stream there becomes
 that of a position within the horizon whose rule, last numbers and answer are the same (the code that accompanies Paper
 I, construction boundary, July 2026). If the answer comes back, the later blocks still apply the rule, and what fails
 lies below.
