@@ -50,9 +50,12 @@ def metrics(name: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-def number(value: float, form: str) -> str:
-    """.41, -.05, 1.00."""
-    return format(value + 0, form).replace("0.", ".", 1) if abs(value) < 1 else format(value, form)
+def number(x: float, form: str) -> str:
+    """.41, -.05, .00, 1.00, 41%."""
+    text = format(x, form)
+    if not float(text.rstrip("%")):
+        return text.lstrip("-").replace("0.", ".", 1)
+    return text.replace("0.", ".", 1) if abs(x) < 1 else text
 
 
 def value(one: dict[str, Any], form: str) -> str:
@@ -127,9 +130,13 @@ def evidence() -> list[str]:
     every = {model: metrics(f"{model}_evidence") for model in MODELS}
 
     def cell(one: dict[str, Any], form: str) -> str:
+        if one is NONE:
+            return one["verdict"]
         return value(one, form) + (f"; {control(one, form)}" if "control_low" in one else "")
 
-    body = [[said, *(cell(found[name], form) for found in every.values())] for name, (said, form) in names.items()]
+    body = [
+        [of, *(cell(found.get(name, NONE), form) for found in every.values())] for name, (of, form) in names.items()
+    ]
     return table(["200 prompts with evidence", "SmolLM2", "Gemma"], body)
 
 
@@ -140,19 +147,29 @@ def heads(model: str) -> list[str]:
 
 
 def beliefs() -> list[str]:
-    """Read-outs of exact beliefs beside the best reader that needs no belief."""
+    """Read-outs of exact beliefs beside the best reader that needs no belief, and whether patching moves answers."""
+
+    def span(numbers: Sequence[float], form: str) -> str:
+        return value(dict(zip(("value", "low", "high"), numbers, strict=True)), form)
+
     body = []
-    for run in stored("beliefs").get("runs", []):
-        if run["dtype"] == "bfloat16" and run["rendering"] == "spaces" and run["seed"] == 0:
-            r2, low, high = (number(x, ".3f") for x in run["numbers"]["R2"])
-            beyond = [number(x, ".3f") for x in run["numbers"]["beyond best rival"]]
-            best, rivals = run["best rival"], run["rivals"]
-            name = next((said for key, said in MODELS.items() if key[:4] in run["model"].lower()), run["model"])
-            body.append([f"{name}, {run['run']}", f"{r2} [{low}, {high}], layer {run['layer']['R2']}",
-                         number(run["numbers"]["untrained"][0], ".2f"), number(rivals["last 3 symbols"], ".3f"),
-                         f"{best}: {number(rivals[best], '.3f')}", "{} [{}, {}]".format(*beyond)])  # fmt: skip
-    head = ["512 symbols, 16 sequences", "R2 of the belief", "untrained copy", "last 3 symbols", "best rival"]
-    return table([*head, "partial R2 beyond it"], body) if body else []
+    for run in stored("beliefs")["runs"]:
+        if (
+            (run["dtype"] == "bfloat16" or run["model"] == "tunnel")
+            and run["rendering"] == "spaces"
+            and not run["seed"]
+        ):
+            name = next((one for key, one in MODELS.items() if key[:4] in run["model"].lower()), "a tunnel")
+            numbers, rivals, best = run["numbers"], run["rivals"], run["best rival"]
+            moved = [edit["moved"] for of, edit in run["used"].items() if of.endswith("another belief")]
+            cells = [
+                f"{name}, {run['run'].removeprefix('tunnel, ').replace('tunnel', 'mess3')}",
+                span(numbers["R2"], ".3f"),
+            ]
+            cells += [number(rivals["last 3 symbols"], ".3f"), f"{best}: {number(rivals[best], '.3f')}"]
+            body.append([*cells, span(numbers["beyond best rival"], ".2f"), span(moved[0], ".2f") if moved else ""])
+    head = ["model, process", "R2 of the belief", "of the last 3 symbols", "best rival"]
+    return table([*head, "partial R2 beyond it", "answer moved by another belief"], body)
 
 
 def neurons() -> list[str]:
@@ -232,15 +249,15 @@ def four() -> list[str]:
     narrows = said(
         f"**Attention narrows**: in SmolLM2 by {number(focus['value'], '.0%')}, beyond every control and by less than "
         f"claimed; in Gemma by {number(focus2['value'], '.0%')}, above all five draws, which leave it open. **Without "
-        "the first token, the sink, it does not**: permuted weights narrow as much or more.",
+        "the first token, the sink, permuted weights narrow more**, and the claim is ruled out.",
         focus["verdict"] == "small" and focus2["verdict"] == "open" and apart(focus2) == 1,
         *(one["verdict"] == "ruled out" and one["value"] < one["control_high"] for one in (rest, rest2)),
     )
     flat = said(
         f"**Values lie near no plane**: PC1 and PC2 have {number(plane['value'], '.0%')} and "
-        f"{number(plane2['value'], '.0%')} of the variance, no more than controls, and one domain flattens SmolLM2's "
-        f"no further. The largest share of any layer is that of SmolLM2's first, {number(layers[0]['value'], '.2f')}; an "
-        f"untrained copy has {number(layers[0]['control_high'], '.2f')} there: it is the tokens'.",
+        f"{number(plane2['value'], '.0%')} of the variance, no more than controls, and one domain flattens "
+        f"SmolLM2's no further. Its first layer has the largest share of all, {number(layers[0]['value'], '.2f')} "
+        f"(`smollm2_seed0`), and an untrained copy the same, {number(layers[0]['control_high'], '.2f')}: the tokens'.",
         *(apart(one) < 1 and one["value"] < one["control_high"] for one in (plane, plane2)),
         gain["verdict"] == "ruled out",
         plane["verdict"] == "ruled out" and plane2["verdict"] == "open",
@@ -311,7 +328,17 @@ def induction() -> list[str]:
 
 
 def believed() -> list[str]:
-    return beliefs()
+    """Beliefs about a hidden state in long contexts."""
+    return [
+        *prose(
+            """Ridge read-outs of the exact belief, at the layer that reads best, held out by sequence; SmolLM2 in
+            bfloat16, 16 sequences of 512 symbols; tunnels of the process, 64 of 64 (`python -m studies.beliefs`,
+            record `beliefs`; [more](evidence.md#beliefs-in-long-contexts)). A belief is more than a short memory where
+            the partial R2 beyond the best rival reader is above 0, and it is used where the residual stream of another
+            belief, at equal last symbols, moves the answer (1: as far as the exact answers are apart)."""
+        ),
+        *beliefs(),
+    ]
 
 
 def regulated() -> list[str]:
@@ -342,8 +369,9 @@ def rescued() -> list[str]:
                 *(found[f"mismatched, block {block}: the donor's answer"]["low"] > 0.7 for block in (2, 3)),
             )
             + said(
-                " **But the donor's state holds the answer already**: its logit lens alone is right about as often. A "
-                "rescue shows that an answer can be carried over, not that later blocks still apply the rule.",
+                " **But the donor's state holds the answer already**: its logit lens alone is right in "
+                f"{' and '.join(number(one['value'], '.2f') for one in lens)} of the cases at blocks 2 and 3. A rescue "
+                "shows that an answer can be carried over, not that later blocks still apply the rule.",
                 *(abs(one["value"] - there["value"]) < 0.15 for one, there in zip(whole, lens, strict=True)),
             )
         ),
