@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from llmgeom.files import filled, read_entries
-from llmgeom.result import Estimate, Measured
+from llmgeom.result import Estimate, Result
 from llmgeom.stats import power
 from llmgeom.stats.controls import Null, compared
 from llmgeom.stats.resampling import Interval, band
@@ -156,7 +156,7 @@ def planned(h: Estimate, needed: int) -> Estimate:
     return replace(h, excess=replace(h.excess, setting=power.Setting(0.0, 0.0, 0)), needed=needed)
 
 
-def judge(results: Mapping[str, Measured], available: int = 0) -> dict[str, Measured]:
+def judge(results: Mapping[str, Result], available: int = 0) -> dict[str, Result]:
     """The results with one of the five words for each claim; see `judge_estimates`.
 
     Args:
@@ -169,12 +169,12 @@ def judge(results: Mapping[str, Measured], available: int = 0) -> dict[str, Meas
     return judged_together([_with_estimates(results, lambda _, h: known(h))])[0]
 
 
-def unjudged(results: Mapping[str, Measured]) -> dict[str, Measured]:
+def unjudged(results: Mapping[str, Result]) -> dict[str, Result]:
     """The results with claims as plain measurements: their values are there, the controls that judge them are not."""
     return _with_estimates(results, lambda _, h: h.saying(""))
 
 
-def judged_together(records: Sequence[Mapping[str, Measured]]) -> list[dict[str, Measured]]:
+def judged_together(records: Sequence[Mapping[str, Result]]) -> list[dict[str, Result]]:
     """The results of several records of one run with one correction over all their claims, since they are read as one.
 
     A number of the weights alone is the same in each record: it is one test.
@@ -191,9 +191,7 @@ def judged_together(records: Sequence[Mapping[str, Measured]]) -> list[dict[str,
     return [_with_estimates(results, lambda probe, h: judged.get(key(probe, h), h)) for results in records]
 
 
-def _with_estimates(
-    results: Mapping[str, Measured], changed: Callable[[str, Estimate], Estimate]
-) -> dict[str, Measured]:
+def _with_estimates(results: Mapping[str, Result], changed: Callable[[str, Estimate], Estimate]) -> dict[str, Result]:
     return {
         probe: replace(measured, estimates=tuple(changed(probe, h) for h in measured.estimates))
         for probe, measured in results.items()

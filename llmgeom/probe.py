@@ -19,13 +19,13 @@ from llmgeom.model.capture import Capture, Site
 from llmgeom.model.forward import probe_batch
 from llmgeom.model.model import Model
 from llmgeom.model.passes import Observer, Step
-from llmgeom.result import FIGURE, Estimate, Measured, Result
+from llmgeom.result import FIGURE, Estimate, Result
 from llmgeom.stats.controls import Control, Null
 from llmgeom.stats.resampling import in_groups, jackknife
 from llmgeom.stats.verdict import Claim
 
 __all__ = [
-    "Batch", "Capture", "FunctionProbe", "Measured", "Model", "Needs", "Observer", "Posterior", "Probe", "ProbeInput",
+    "Batch", "Capture", "FunctionProbe", "Model", "Needs", "Observer", "Posterior", "Probe", "ProbeInput", "Result",
     "Rows", "Site", "Step", "Tokens", "Unavailable", "UserError", "probe", "probe_batch",
 ]  # fmt: skip
 MIXED, MATCHED = "mixed", "mixed, as diverse"
@@ -146,7 +146,7 @@ class Probe(Protocol):
     @property
     def NEEDS(self) -> Needs: ...
 
-    def measure(self, data: ProbeInput, /) -> Result | Measured: ...
+    def measure(self, data: ProbeInput, /) -> Result: ...
 
 
 @dataclass(frozen=True)
@@ -160,10 +160,10 @@ class FunctionProbe:
     def __doc__(self) -> str | None:  # type: ignore[override]
         return self.function.__doc__
 
-    def measure(self, data: ProbeInput) -> Result | Measured:
+    def measure(self, data: ProbeInput) -> Result:
         """What the function returns; of a number, with its interval and the same number of every control."""
         answer = self.function(data)
-        if isinstance(answer, Result | Measured):
+        if isinstance(answer, Result):
             return answer
         number, figure = answer if isinstance(answer, tuple) else (answer, None)
         return _measured(self.function, data, _number(self.function, number), figure)
@@ -202,7 +202,7 @@ def _number(function: Callable, answer: Any) -> float:
     return number
 
 
-def _measured(function: Callable, data: ProbeInput, value: float, figure: Any) -> Measured:
+def _measured(function: Callable, data: ProbeInput, value: float, figure: Any) -> Result:
     """A number with the interval over clusters and the same number of every control."""
 
     def again(capture: Capture, entropy: np.ndarray = data.entropy) -> float:
@@ -234,4 +234,4 @@ def _measured(function: Callable, data: ProbeInput, value: float, figure: Any) -
         ),
     )  # fmt: skip
     drawn = {FIGURE: figure.to_json()} if figure is not None else {}
-    return Measured(function.__name__.replace("_", " "), "", "", "", "", (found,), {}, {}, facts=drawn)
+    return Result(function.__name__.replace("_", " "), (found,), facts=drawn)

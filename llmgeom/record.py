@@ -14,7 +14,7 @@ import numpy as np
 
 from llmgeom.errors import UserError
 from llmgeom.files import make_folder, sha256, write_json, write_whole
-from llmgeom.result import Estimate, Figure, Measured, Quantity
+from llmgeom.result import Estimate, Figure, Quantity, Result
 from llmgeom.stats.resampling import Deletions
 
 SCHEMA = 3
@@ -25,7 +25,7 @@ class Record:
     """One scan of one subject on one batch.
 
     Attributes:
-        results: probe name -> Measured.
+        results: probe name -> Result.
         unmeasured: probe name, or "probe: metric" -> why not, in one sentence.
         prompts: column name -> one value per prompt; always "text", "template", "domain", "tags", "entropy" (bits),
             "tokens" (count).
@@ -36,7 +36,7 @@ class Record:
         run: facts that vary between equal runs (end, duration); they never reach arrays or page.
     """
 
-    results: Mapping[str, Measured]
+    results: Mapping[str, Result]
     unmeasured: Mapping[str, str]
     prompts: Mapping[str, tuple]
     subject: Mapping[str, Any]
@@ -85,7 +85,7 @@ class Record:
         """Every array as PROBE.QUANTITY, as safetensors writes them."""
         return self._arrays(lambda measured: measured.arrays)
 
-    def _arrays(self, select: Callable[[Measured], Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    def _arrays(self, select: Callable[[Result], Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
         return {
             f"{probe}.{name}": np.array(array, order="C")
             for probe, measured in self.results.items()
@@ -262,13 +262,13 @@ _PARTS = dict.fromkeys(("results", "unmeasured", "subject", "source", "facts", "
 DELETIONS = "without each cluster: "  # prefix of an estimate's name in the name of an array
 
 
-def arrays_of(measured: Measured) -> dict[str, np.ndarray]:
+def arrays_of(measured: Result) -> dict[str, np.ndarray]:
     """All arrays of a result: its quantities, and each estimate's values without each cluster."""
     deletions = {DELETIONS + h.name: h.deletions.without for h in measured.estimates if h.deletions}
     return {**measured.arrays, **deletions}
 
 
-def plain_of(measured: Measured) -> dict[str, Any]:
+def plain_of(measured: Result) -> dict[str, Any]:
     """A result without its arrays, as plain data."""
     estimates = [{**h.plain(), "groups": h.deletions.groups if h.deletions else ""} for h in measured.estimates]
     plain = dataclasses.asdict(dataclasses.replace(measured, arrays={}, estimates=()))
@@ -282,7 +282,7 @@ def plain_of(measured: Measured) -> dict[str, Any]:
     }
 
 
-def measured_from(plain: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Measured:
+def measured_from(plain: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Result:
     """A result from its plain data and its arrays by name."""
     quantities = {
         q["name"]: Quantity(tuple(q["axes"]), q["unit"], q["meaning"], Figure(**q["figure"]) if q["figure"] else None)
@@ -293,7 +293,7 @@ def measured_from(plain: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) ->
         groups, own = h["groups"], {name: value for name, value in h.items() if name != "groups"}
         without = Deletions(groups, arrays[DELETIONS + h["rule"]["name"]], h["units"]) if groups else None
         estimates.append(Estimate.of(own, without))
-    return Measured(
+    return Result(
         **{
             **plain,
             "estimates": tuple(estimates),

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, TypedDict, get_args
+from typing import Any, Literal, Self, get_args
 
 import numpy as np
 
@@ -71,17 +71,12 @@ class Quantity:
         return replace(self, figure=replace(self.figure, **gone)) if gone else self
 
     def prefixed(self, prefix: str) -> Quantity:
-        """The same of one part of a `Combined` result: the meaning, and the quantities that the figure names."""
+        """The same of one part of a joined result: the meaning, and the quantities that the figure names."""
         if not prefix:
             return self
         changes: dict[str, Any] = {k: prefix + name for k in OTHERS if (name := getattr(self.figure, k, ""))}
         figure = self.figure and replace(self.figure, **changes)
         return replace(self, meaning=f"{prefix.replace('_', ' ').strip()}: {self.meaning}", figure=figure)
-
-
-def quantity(axes: str, unit: str, meaning: str, figure: Figure | None = None) -> Any:
-    """Declare a Result field: `quantity("layer head", "bits", "entropy of the final query's attention row")`."""
-    return field(metadata={"quantity": Quantity(tuple(axes.split()), unit, meaning, figure)})
 
 
 Labelled = tuple[Quantity, np.ndarray]
@@ -118,40 +113,6 @@ def line(
     ends = {part: f"{name}_{part}" * (bounds[f"{name}_{part}"] is not None) for part in around}
     figure = Figure("curve", band=ends["null"], interval=ends["interval"], beside=beside)
     return {name: labelled(values, axis, unit, meaning, figure), **bounds}
-
-
-@dataclass(frozen=True)
-class Curve:
-    """A number at each place of one axis, [place]; with its interval and its control's band, [place bound], if any."""
-
-    value: np.ndarray
-    interval: np.ndarray | None = None
-    null: np.ndarray | None = None
-
-
-def curve(axis: str, unit: str, meaning: str, *, interval: str = "", null: str = "", beside: str = "") -> Any:
-    """Declare a Result field that holds a `Curve`, and its figure.
-
-    Args:
-        interval: what its interval of 95 % is over, e.g. "clusters"; a record holds it as NAME_interval.
-        null: what its band is, e.g. "band of untrained copies"; a record holds it as NAME_null.
-        beside: as in `Figure`.
-    """
-    around = {"interval": f"95 % interval over {interval}"} if interval else {}
-    around |= {"null": null} if null else {}
-    return field(
-        metadata={"quantity": Quantity((axis,), unit, meaning, Figure("curve", beside=beside)), "around": around}
-    )
-
-
-def with_parts(name: str, declared: Quantity, around: Mapping[str, str]) -> dict[str, Quantity]:
-    """The declaration of a quantity, and of what is drawn around a curve: "interval" and "null" -> what they are."""
-    names, figure = {part: f"{name}_{part}" for part in around}, declared.figure
-    if figure and around:
-        figure = replace(figure, band=names.get("null", ""), interval=names.get("interval", ""))
-    bounds = {names[part]: replace(declared, axes=(*declared.axes, "bound"), meaning=says, figure=None)
-              for part, says in around.items()}  # fmt: skip
-    return {name: replace(declared, figure=figure), **bounds}
 
 
 @dataclass(frozen=True)
@@ -296,22 +257,35 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A Result lowered to plain data: what a Record stores and a page draws without the probe that made it."""
+class Result:
+    """What a probe answers: labelled arrays and estimates, and how a page explains them; a Record stores it.
+
+    Attributes:
+        title: The heading of its section.
+        estimates: The metrics.
+        quantities, arrays: By name, what each array is, and the array.
+        warnings: Doubts about a number, and what was left out.
+        notes: What a reader of the section should know.
+        ticks: The names or numbers along an axis, where they are not 0, 1, 2 ...
+        unmeasured: Metric -> why it is not measured.
+        facts: What a report puts into a sentence, by name, e.g. SENTENCE.
+        meaning, computed, null, failure_modes: The prose of the section: what the numbers mean, the estimator, what it
+            is compared with, and how it can mislead.
+    """
 
     title: str
-    meaning: str
-    computed: str
-    null: str
-    failure_modes: str
-    estimates: tuple[Estimate, ...]
-    quantities: Mapping[str, Quantity]
-    arrays: Mapping[str, np.ndarray]
+    estimates: tuple[Estimate, ...] = ()
+    quantities: Mapping[str, Quantity] = field(default_factory=dict)
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     ticks: Mapping[str, tuple] = field(default_factory=dict)
     unmeasured: Mapping[str, str] = field(default_factory=dict)
     facts: Mapping[str, str] = field(default_factory=dict)
+    meaning: str = ""
+    computed: str = ""
+    null: str = ""
+    failure_modes: str = ""
 
     @classmethod
     def of(cls, title: str, labelled: Mapping[str, Labelled | None], texts: str = "", **said: Any) -> Self:
@@ -342,13 +316,13 @@ class Measured:
                 index = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])
                 at = ", ".join(f"{axis} {i}" for axis, i in zip(declared.axes, index, strict=True)) or "its only entry"
                 raise ValueError(f"{where} is not finite at {at}; measure it, or say why it is not measured")
-        prose: dict[str, Any] = {**read_texts(texts)[title]} if texts else dict.fromkeys(PROSE, "")
+        prose: dict[str, Any] = read_texts(texts)[title] if texts else {}
         quantities = {name: declared.without(labelled.keys() - present) for name, (declared, _) in present.items()}
         arrays = {name: array for name, (_, array) in present.items()}
-        return cls(title, quantities=quantities, arrays=arrays, **({"estimates": ()} | prose | said))
+        return cls(title, quantities=quantities, arrays=arrays, **(prose | said))
 
     @classmethod
-    def joined(cls, title: str, parts: Mapping[str, Measured], texts: str = "", **further: Iterable[str]) -> Self:
+    def joined(cls, title: str, parts: Mapping[str, Result], texts: str = "", **further: Iterable[str]) -> Self:
         """Several results as one section of the page.
 
         Args:
@@ -362,11 +336,13 @@ class Measured:
             name: (*(text for part in every for text in getattr(part, name)), *further.get(name, ()))
             for name in ("warnings", "notes")
         }
-        named: dict[str, Any] = {name: {key: one for part in every for key, one in getattr(part, name).items()}
-                 for name in ("ticks", "unmeasured", "facts")}  # fmt: skip
+        named: dict[str, Any] = {
+            name: {key: one for part in every for key, one in getattr(part, name).items()}
+            for name in ("ticks", "unmeasured", "facts")
+        }
         return cls(
             title,
-            **(read_texts(texts)[title] if texts else dict.fromkeys(PROSE, "")),
+            **(read_texts(texts)[title] if texts else {}),
             estimates=tuple(h for part in every for h in part.estimates),
             quantities={at + name: q.prefixed(at) for at, part in parts.items() for name, q in part.quantities.items()},
             arrays={at + name: array for at, part in parts.items() for name, array in part.arrays.items()},
@@ -378,203 +354,41 @@ class Measured:
         """One of the arrays."""
         return self.arrays[name]
 
-    def lowered(self) -> Measured:
-        """Itself, so that a probe may return a result that it lowered and retitled."""
-        return self
-
-    def at_layers(self, layers: tuple[int, ...] | None) -> Measured:
+    def at_layers(self, layers: tuple[int, ...] | None) -> Result:
         """A copy with the numbers of chosen layers along the axis of that name."""
         if layers is None or not any("layer" in declared.axes for declared in self.quantities.values()):
             return self
         return replace(self, ticks={"layer": layers, **self.ticks})
 
     def __repr__(self) -> str:
-        return f"<Measured {self.title!r}: {len(self.estimates)} metrics, {len(self.arrays)} arrays>"
-
-
-class Prose(TypedDict):
-    """The text of each section of a result."""
-
-    meaning: str
-    computed: str
-    null: str
-    failure_modes: str
+        return f"<Result {self.title!r}: {len(self.estimates)} metrics, {len(self.arrays)} arrays>"
 
 
 PROSE = ("meaning", "computed", "null", "failure_modes")
 
 
 @cache
-def read_prose(path: Path) -> dict[str, Prose]:
+def read_prose(path: Path) -> dict[str, dict[str, Any]]:
     """Title -> section (one of PROSE) -> text, of a Markdown file such as probes/texts/attention_focus.md.
 
     `# Title` starts a result; `## Meaning`, `## Computed`, `## Null` and `## Failure modes` follow, each once. Lines
     of a section are joined by spaces. Raises ValueError for a result that lacks a section or has one more.
     """
-    prose: dict[str, Prose] = {}
+    prose: dict[str, dict[str, Any]] = {}
     for result in re.split(r"^# ", path.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
         title, *sections = re.split(r"^## ", result, flags=re.MULTILINE)
         heads, bodies = zip(*(section.partition("\n")[::2] for section in sections), strict=True)
         keys = tuple(head.strip().lower().replace(" ", "_") for head in heads)
         if keys != PROSE:
             raise ValueError(f"{path.name}, {title.strip()}: the sections are {keys}; expected {PROSE}")
-        meaning, computed, null, failure_modes = (" ".join(body.split()) for body in bodies)
-        prose[title.strip()] = Prose(meaning=meaning, computed=computed, null=null, failure_modes=failure_modes)
+        prose[title.strip()] = dict(zip(PROSE, (" ".join(body.split()) for body in bodies), strict=True))
     return prose
 
 
 @cache
-def read_texts(module: str) -> dict[str, Prose]:
+def read_texts(module: str) -> dict[str, dict[str, Any]]:
     """Title -> prose, of every file in the folder texts/ that is nearest above a module; empty without a folder."""
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     folder = next(filter(Path.is_dir, (parent / "texts" for parent in Path(file).parents)), None)
     paths = sorted(folder.glob("*.md")) if folder else ()
     return {title: prose for path in paths for title, prose in read_prose(path).items()}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """Base of every probe's answer; a subclass is a frozen dataclass that adds `quantity` and `curve` fields.
-
-    A quantity that is not measured is None, and is left out.
-
-    Attributes:
-        estimates: The metrics.
-        warnings: Doubts about a number, and what was left out.
-        notes: What a reader of the section should know.
-        ticks: The names or numbers along an axis, where they are not 0, 1, 2 ...
-        unmeasured: Metric -> why it is not measured.
-        facts: What a report puts into a sentence, by name, e.g. SENTENCE.
-
-    A subclass has a TITLE and the prose of its section on the page: MEANING (what the numbers mean), COMPUTED (the
-    estimator), NULL (what it is compared with) and FAILURE_MODES. The prose stands in class variables of these names,
-    or under `# TITLE` (see `read_prose`) in a file of the folder texts/ that is nearest above the subclass's module.
-
-    Raises:
-        ValueError: where an array does not have the declared axes, two fields disagree on the length of an axis, or a
-            number is not finite: no NaN travels.
-    """
-
-    TITLE: ClassVar[str]
-    MEANING: ClassVar[str]
-    COMPUTED: ClassVar[str]
-    NULL: ClassVar[str]
-    FAILURE_MODES: ClassVar[str]
-
-    estimates: tuple[Estimate, ...] = ()
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    ticks: Mapping[str, tuple] = field(default_factory=dict)
-    unmeasured: Mapping[str, str] = field(default_factory=dict)
-    facts: Mapping[str, str] = field(default_factory=dict)
-
-    def __init_subclass__(cls) -> None:
-        """A field of this base that a subclass declares again is still given by name, with the subclass's default."""
-        for name in {f.name for f in dataclasses.fields(Result)} & vars(cls).get("__annotations__", {}).keys():
-            default = vars(cls).get(name, dataclasses.MISSING)
-            if not isinstance(default, dataclasses.Field):
-                setattr(cls, name, field(default=default, kw_only=True))
-
-    def __post_init__(self) -> None:
-        lengths = {axis: ("its ticks", len(names)) for axis, names in self.ticks.items()}
-        arrays, present = self.arrays(), self.present()
-        if undeclared := arrays.keys() - present:
-            raise ValueError(f"{type(self).__name__} declares no {', '.join(sorted(undeclared))}, and was given it")
-        for name, declared in present.items():
-            array = arrays[name]
-            where = f"{type(self).__name__}.{name}"
-            if array.ndim != len(declared.axes):
-                raise ValueError(
-                    f"{where} has shape {array.shape} but axes {declared.axes}: "
-                    f"expected {len(declared.axes)} dimensions, got {array.ndim}"
-                )
-            for axis, length in zip(declared.axes, array.shape, strict=True):
-                other, expected = lengths.setdefault(axis, (name, length))
-                if expected != length:
-                    raise ValueError(f"{where} has {length} along {axis!r} but {other} has {expected}")
-            if not np.isfinite(array).all():
-                index = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])
-                at = ", ".join(f"{axis} {i}" for axis, i in zip(declared.axes, index, strict=True)) or "its only entry"
-                raise ValueError(f"{where} is not finite at {at}; measure it, or say why it is not measured")
-
-    @classmethod
-    def quantities(cls) -> dict[str, Quantity]:
-        """The declared numbers by name, in order; a curve's interval and band follow it."""
-        declared = [f for f in dataclasses.fields(cls) if "quantity" in f.metadata]
-        each = (with_parts(f.name, f.metadata["quantity"], f.metadata.get("around", {})) for f in declared)
-        return {name: quantity for of_field in each for name, quantity in of_field.items()}
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """The declared numbers that are measured, by the same names."""
-        values: dict[str, Any] = {}
-        for name in (f.name for f in dataclasses.fields(self) if "quantity" in f.metadata):
-            value = getattr(self, name)
-            if isinstance(value, Curve):
-                values |= {name: value.value, f"{name}_interval": value.interval, f"{name}_null": value.null}
-            else:
-                values[name] = value
-        return {name: np.asarray(value) for name, value in values.items() if value is not None}
-
-    def present(self) -> dict[str, Quantity]:
-        """The declarations of measured quantities; no figure names an unmeasured one."""
-        every, measured = self.quantities(), self.arrays()
-        return {name: declared.without(every.keys() - measured) for name, declared in every.items() if name in measured}
-
-    @classmethod
-    def prose(cls) -> Prose:
-        """The text of each section in PROSE, empty for a user's own; KeyError where a result of llmgeom's has none."""
-        if hasattr(cls, "MEANING"):
-            return Prose(meaning=cls.MEANING, computed=cls.COMPUTED, null=cls.NULL, failure_modes=cls.FAILURE_MODES)
-        if not cls.__module__.startswith("llmgeom."):
-            return Prose(meaning="", computed="", null="", failure_modes="")
-        return read_texts(cls.__module__)[cls.TITLE]
-
-    def lowered(self) -> Measured:
-        """This result as plain data."""
-        return Measured(
-            title=self.TITLE,
-            **self.prose(),
-            estimates=tuple(self.estimates),
-            quantities=self.present(),
-            arrays=self.arrays(),
-            warnings=tuple(self.warnings),
-            notes=tuple(self.notes),
-            ticks=dict(self.ticks),
-            unmeasured=dict(self.unmeasured),
-            facts=dict(self.facts),
-        )
-
-
-@dataclass(frozen=True)
-class Combined(Result):
-    """Several results as one section of the page.
-
-    Attributes:
-        parts: prefix -> result. Quantities of the part "write_" are called write_NAME, and their meanings start with
-            "write: "; a part "" keeps its names.
-    """
-
-    parts: Mapping[str, Result]
-
-    @classmethod
-    def of(cls, parts: Mapping[str, Result], warnings: Iterable[str] = (), notes: Iterable[str] = ()) -> Self:
-        """The parts with what each says, in order, and further warnings and notes."""
-        results = parts.values()
-        return cls(
-            parts,
-            estimates=tuple(h for part in results for h in part.estimates),
-            warnings=(*(text for part in results for text in part.warnings), *warnings),
-            notes=(*(text for part in results for text in part.notes), *notes),
-            ticks={axis: names for part in results for axis, names in part.ticks.items()},
-            unmeasured={name: why for part in results for name, why in part.unmeasured.items()},
-            facts={name: fact for part in results for name, fact in part.facts.items()},
-        )
-
-    def lowered(self) -> Measured:
-        """All parts as plain data."""
-        parts = self.parts.items()
-        return replace(
-            super().lowered(),
-            quantities={at + name: q.prefixed(at) for at, part in parts for name, q in part.present().items()},
-            arrays={at + name: array for at, part in parts for name, array in part.arrays().items()},
-        )

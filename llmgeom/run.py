@@ -45,7 +45,7 @@ from llmgeom.progress import shown, silent, tell, within
 from llmgeom.prompt_table import prompt_table
 from llmgeom.provenance import CONTROLS, caveats, flat_entropy, provenance, subset_note, took
 from llmgeom.record import Record
-from llmgeom.result import Measured, Result
+from llmgeom.result import Result
 
 
 def run_probes(
@@ -277,7 +277,7 @@ class Run:
         plan, subject, view = self.plan, self.subject, self._view()
         measured = {**self._measure(view), **self.refused}
         measured = {name: measured[name] for name in plan.probes if name in measured}  # in the order of the call
-        results = {name: answer for name, answer in measured.items() if isinstance(answer, Measured)}
+        results = {name: answer for name, answer in measured.items() if isinstance(answer, Result)}
         reasons = {**plan.unmeasured, **{name: why for name, why in measured.items() if isinstance(why, str)}}
         for name, answer in results.items():
             reasons |= {f"{name}: {metric}": why for metric, why in answer.unmeasured.items()}
@@ -339,10 +339,10 @@ class Run:
         samples = {name: view(name) for name in further}
         return view(MAIN, shuffled=drawn(SHUFFLED), permuted=drawn(PERMUTED), samples=samples)
 
-    def _measure(self, view: ProbeInput) -> dict[str, Measured | str]:
+    def _measure(self, view: ProbeInput) -> dict[str, Result | str]:
         """The result of every probe, or why it has none."""
         plan = self.plan
-        answers: dict[str, Measured | str] = {}
+        answers: dict[str, Result | str] = {}
         probes = {name: probe for name, probe in plan.probes.items() if name not in self.refused}
         without = next(iter(self.captures.get(NO_CONTEXT, ())), None)
         for done, (name, probe) in enumerate(probes.items()):
@@ -363,12 +363,9 @@ class Run:
             )
             try:
                 result = probe.measure(data)
-                if not isinstance(result, Result | Measured):
-                    raise TypeError(
-                        f"probe {name!r} returned a {type(result).__name__}: expected a Result, a frozen dataclass of "
-                        "quantities (llmgeom.result)"
-                    )
-                answers[name] = result.lowered().at_layers(data.layers)
+                if not isinstance(result, Result):
+                    raise TypeError(f"probe {name!r} returned a {type(result).__name__}: expected what Result.of gives")
+                answers[name] = result.at_layers(data.layers)
             except UserError as refusal:
                 answers[name] = str(refusal)
             tell(f"measuring {name}", done + 1, len(probes))

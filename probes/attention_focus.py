@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from llmgeom.probe import (
     UserError,
 )
 from llmgeom.probes.shared.nulls import HARDEST_OF_THREE, Statistic, compare, null_band
-from llmgeom.result import SENTENCE, Figure, Measured, labelled, line
+from llmgeom.result import SENTENCE, Figure, Result, labelled, line
 from llmgeom.stats.information import bits
 
 LEAST_TOKENS = 3  # with fewer, a row without its first token cannot spread its attention
@@ -75,7 +76,7 @@ NEEDS = Needs(
 )
 
 
-def measure(view: ProbeInput) -> Measured:
+def measure(view: ProbeInput) -> Result:
     """Entropy maps, curves, focusing and the first token's weight with nulls.
 
     Raises UserError if too few prompts are long enough, or a layer sees a single token.
@@ -114,13 +115,13 @@ def measure(view: ProbeInput) -> Measured:
         why = f"not measured: {read} are read (--layers, or the layers that have attention), not the first layer"
         unmeasured = dict.fromkeys(FOCUSING, why)
     elif layers > 1:
-        statistics = {name: lambda c, rows, of=of: focusing(c[of], rows) for name, of in FOCUSING.items()}
+        statistics = {name: partial(lambda of, c, rows: focusing(c[of], rows), of) for name, of in FOCUSING.items()}
     statistics["weight on the first token"] = lambda c, rows: float(c["first"][-1, rows].mean())
     entropy, first = (_mean(view.capture, site, long) for site in (Site.ATTENTION_ENTROPY, Site.ATTENTION_FIRST))
     unit, said = "fraction of log2 T", "attention entropy over log2 of tokens seen"
     of_t, of_rest = ((HARDEST_OF_THREE, band(name)) for name in ("all", "rest"))
     beside, without_first = "normalised_no_context", "attention entropy without the first token"
-    return Measured.of(
+    return Result.of(
         "Attention focus",
         {
             **line("normalised", main["all"].mean(1), "layer", unit, f"{said}; dashed: without context",

@@ -26,7 +26,7 @@ from llmgeom.probe import (
 from llmgeom.probes.shared.matrices import final_tokens
 from llmgeom.probes.shared.nulls import compare
 from llmgeom.probes.shared.representation_geometry import pca
-from llmgeom.result import Estimate, Figure, Measured, labelled, line
+from llmgeom.result import Estimate, Figure, Result, labelled, line
 from llmgeom.stats.manifold import distances
 from llmgeom.stats.resampling import band, interval_ends, jackknife, permute_clusters
 
@@ -147,7 +147,7 @@ class Spaces:
         return self.by_space[BEYOND].silhouette(rows) - mean
 
 
-def measure(view: ProbeInput) -> Measured:
+def measure(view: ProbeInput) -> Result:
     """Silhouettes in three spaces with their nulls.
 
     Raises UserError for fewer than two groups, too few clusters, or a read-out that takes all directions.
@@ -197,7 +197,7 @@ def measure(view: ProbeInput) -> Measured:
     states, beyond_states = pca(main).scores, pca(_spaces(main, rows_read)[BEYOND]).scores
     null = ("band of untrained copies", of_copies)
     removed = "final states on their PC1 and PC2 once the read-out is removed"
-    return Measured.of(
+    return Result.of(
         "Belief clusters",
         {
             **line("silhouettes", own, "space", "silhouette", said, interval=ends, null=null, beside=beside),

@@ -30,7 +30,7 @@ from llmgeom.probes.shared.belief_geometry import OF_ALL, measure_belief, some_s
 from llmgeom.probes.shared.matrices import input_at_rows
 from llmgeom.probes.shared.nulls import Statistic, compare, null_band
 from llmgeom.probes.shared.softmax_probe import read
-from llmgeom.result import Estimate, Labelled, Measured, labelled, line
+from llmgeom.result import Estimate, Labelled, Result, labelled, line
 from llmgeom.stats import information
 from llmgeom.stats.information import bits
 from llmgeom.stats.resampling import mean_intervals
@@ -86,7 +86,7 @@ NEEDS = Needs(
 )
 
 
-def measure(view: ProbeInput) -> Measured:
+def measure(view: ProbeInput) -> Result:
     """The read-out if an exact answer is known, and where there is a hidden state its geometry; else the logit lens.
 
     Raises UserError: the answers are real numbers; the position alone determines the posterior; a language model has
@@ -96,7 +96,7 @@ def measure(view: ProbeInput) -> Measured:
         return _lens(view)
     read_out = _read_out(view)
     try:
-        return Measured.joined(TITLE, {"": read_out, "belief_": measure_belief(view)}, __name__)
+        return Result.joined(TITLE, {"": read_out, "belief_": measure_belief(view)}, __name__)
     except Unavailable:
         return read_out
     except UserError as reason:
@@ -106,7 +106,7 @@ def measure(view: ProbeInput) -> Measured:
 # ---- exact answers: a softmax read-out at every site ----------------------------------------------------------------
 
 
-def _read_out(view: ProbeInput) -> Measured:
+def _read_out(view: ProbeInput) -> Result:
     """Held-out KL(exact || read-out) in bits [site row] of the model and its controls, and the metrics of it.
 
     Raises UserError: real-valued answers; or the position is enough.
@@ -173,7 +173,7 @@ def _read_out(view: ProbeInput) -> Measured:
     said, over = "KL(exact || read-out), held out; dashed: without context", "sequences, fits held fixed"
     alone, both = "KL(exact || read-out of the position alone)", "the same of position and what is put in there"
     by_chance_said = "KL(another sequence's posterior || read-out) at the last site, mean of draws"
-    return Measured.of(
+    return Result.of(
         TITLE,
         {
             **missed_at("site", said, over, model, untrained, clusters),
@@ -205,7 +205,7 @@ def missed_at(
 # ---- no exact answer: the logit lens --------------------------------------------------------------------------------
 
 
-def _lens(view: ProbeInput) -> Measured:
+def _lens(view: ProbeInput) -> Result:
     """KL by the lens at every depth, [depth row]. Raises UserError below two layers."""
     trained, untrained, no_context = view.observations, view.control_observations, view.no_context_observations
     clusters, layers = view.clusters, len(trained) - 1
@@ -219,7 +219,7 @@ def _lens(view: ProbeInput) -> Measured:
     without = None if no_context is None else (trained, no_context, clusters)
     said = "KL(final || logit lens); dashed: without context"
     cut = "KL(final || logit lens), trained model without context and its own final distribution"
-    return Measured.of(
+    return Result.of(
         "Logit lens",
         {
             **missed_at("depth", said, "templates", trained, untrained, clusters),

@@ -28,7 +28,7 @@ from llmgeom.probe import (
     UserError,
 )
 from llmgeom.probes.shared.nulls import compare, mean_of
-from llmgeom.result import Estimate, Figure, Measured, labelled, line
+from llmgeom.result import Estimate, Figure, Result, labelled, line
 from llmgeom.stats.resampling import LEAST_CLUSTERS, Interval, jackknife
 from llmgeom.stats.similarity import cosines, mean_abs_cosine, random_cosine, seen_through
 
@@ -152,7 +152,7 @@ NEEDS = Needs(
 )
 
 
-def measure(view: ProbeInput) -> Measured:
+def measure(view: ProbeInput) -> Result:
     """Mean |cosine| over pairs of columns of W_K and of keys of single tokens, in every form, with its null.
 
     Raises UserError if no untrained copy was read.
@@ -187,7 +187,7 @@ def measure(view: ProbeInput) -> Measured:
     band = layer_band({UNTRAINED: np.array([control.columns.mean(1) for control in untrained])}, "lower")
     unit, mean, drawn = "|cos|", "columns of W_K, mean over heads", ("columns of W_K, untrained copies", band)
     of_keys = random_cosine(model.keys.shape[-1])
-    return Measured.of(
+    return Result.of(
         "Key orthogonality",
         {
             "columns": labelled(

@@ -13,7 +13,7 @@ from llmgeom.claims import Null, declared, estimate, planned
 from llmgeom.probe import UNTRAINED, WHOLE, Batch, Capture, Model, Needs, ProbeInput, Site, UserError, exact_answers
 from llmgeom.probes.shared.matrices import input_at_rows
 from llmgeom.probes.shared.nulls import null_band
-from llmgeom.result import Estimate, Labelled, Measured, labelled, line
+from llmgeom.result import Estimate, Labelled, Result, labelled, line
 from llmgeom.stats.information import best_of_input, bits, kl
 from llmgeom.stats.rare_failures import RareFailures
 from llmgeom.stats.resampling import Transform, jackknife_of_means, mean_intervals
@@ -70,7 +70,7 @@ def measure_past(
     trivial: Float[np.ndarray, "sequence query"],
     trained: int,
     warnings: Sequence[str] = (),
-) -> Measured:
+) -> Result:
     """Divergence within and past the horizon.
 
     With D(q) the mean divergence over sequences at query q and h the horizon, the first ratio is D(h + 1) over the mean
@@ -109,7 +109,7 @@ def measure_past(
             measured(PROBE, LATER, lambda means: _over(means, 2), segments, controls, "log"),
         ]
     of_last = "mean KL of the last half of the queries past the horizon"
-    return Measured.of(
+    return Result.of(
         "Length generalisation",
         {
             **curves(kl, untrained, trivial),
@@ -188,7 +188,7 @@ NEEDS = Needs(
 )
 
 
-def measure(view: ProbeInput) -> Measured:
+def measure(view: ProbeInput) -> Result:
     """Raises UserError if every query was trained on, answers are real numbers, or an answer is infinitely wrong."""
     if WHOLE not in view.samples:
         raise UserError(NO_TASK)

@@ -9,7 +9,7 @@ import numpy as np
 from llmgeom.claims import Null, declared
 from llmgeom.probe import UNTRAINED, WHOLE, Capture, Needs, ProbeInput, Site, Unavailable, UserError, exact_answers
 from llmgeom.probes.shared.nulls import compare, null_band, permutation_null
-from llmgeom.result import Estimate, Figure, Measured, labelled, line
+from llmgeom.result import Estimate, Figure, Result, labelled, line
 from llmgeom.stats.ridge_probe import folds
 
 PLACEBOS = 999
@@ -30,7 +30,7 @@ NEEDS = Needs(
 Parts = tuple[np.ndarray, np.ndarray]  # [layer head sequence] excess over even attention, and its part by content
 
 
-def measure(view: ProbeInput) -> Measured:
+def measure(view: ProbeInput) -> Result:
     """Attention on bearing positions in the last layer, its change over layers, and the best head's by content.
 
     Raises Unavailable: it is not known which positions bear. UserError: no query tells them from others.
@@ -84,7 +84,7 @@ def measure(view: ProbeInput) -> Measured:
     axes, unit, heatmap = "layer head", "fraction", Figure("heatmap")
     by_content = "of this by content: minus the excess of average positions"
     said, null = "the same, mean over heads", ("the same, untrained copies", band)
-    return Measured.of(
+    return Result.of(
         "Query-key alignment",
         {
             "excess": labelled(excess, axes, unit, "attention on bearing positions over even attention", heatmap),

@@ -15,7 +15,7 @@ from llmgeom.probe import MATCHED, UNTRAINED, Capture, Needs, ProbeInput, Site, 
 from llmgeom.probes.shared.matrices import captured, final_tokens, last_layer, layer_matrices
 from llmgeom.probes.shared.nulls import null_band
 from llmgeom.probes.shared.representation_geometry import measure_geometry, numbers_of, pca
-from llmgeom.result import Labelled, Measured, labelled, line
+from llmgeom.result import Labelled, Result, labelled, line
 from llmgeom.stats.manifold import intrinsic_dimension
 from llmgeom.stats.pca import share_intervals
 from llmgeom.stats.resampling import Interval
@@ -49,7 +49,7 @@ def unequal(clusters: Sequence[str]) -> list[str]:
     ]
 
 
-def measure(view: ProbeInput) -> Measured:
+def measure(view: ProbeInput) -> Result:
     """Geometry of both sites at every layer with nulls, their metrics at the last layer, and the gain of a domain.
 
     Raises:
@@ -57,7 +57,7 @@ def measure(view: ProbeInput) -> Measured:
             source has no such part.
     """
     geometry = cache(lambda: measure_geometry(view, Site.VALUE, CLAIMS))
-    parts: dict[str, Measured] = {}
+    parts: dict[str, Result] = {}
     reasons: dict[str, UserError] = {}
     notes: list[str] = []
     warnings = unequal(view.capture.batch.cluster)
@@ -74,17 +74,17 @@ def measure(view: ProbeInput) -> Measured:
             missing.append(f"{name}: not measured, because {reason}")
     if not parts:
         raise reasons["values"]
-    return Measured.joined("Value manifold", parts, __name__, warnings=warnings, notes=notes)
+    return Result.joined("Value manifold", parts, __name__, warnings=warnings, notes=notes)
 
 
-def _write(view: ProbeInput) -> Measured:
+def _write(view: ProbeInput) -> Result:
     if not captured(view.capture, Site.ATTN_OUT):
         raise Unavailable("the module that writes attention to the residual stream is unknown in this model")
     fields, said, *_ = measure_geometry(view, Site.ATTN_OUT, CLAIMS, CALLED)
-    return Measured.of("attn_out", fields, **said)
+    return Result.of("attn_out", fields, **said)
 
 
-def _values(view: ProbeInput, fields: Mapping[str, Labelled | None], said: Mapping[str, Any]) -> Measured:
+def _values(view: ProbeInput, fields: Mapping[str, Labelled | None], said: Mapping[str, Any]) -> Result:
     """The geometry of the values, with their intrinsic dimension and warnings about the points.
 
     Gaussian clouds of the same spectrum are an exact test of "a Gaussian", but a departure need not be learnt: tokens
@@ -119,7 +119,7 @@ def _values(view: ProbeInput, fields: Mapping[str, Labelled | None], said: Mappi
         "estimates": (*said["estimates"], *estimates),
         "warnings": (*said["warnings"], *warnings, *_far(view.capture, last)),
     }
-    return Measured.of("values", {**fields, **more}, **{**said, **added})
+    return Result.of("values", {**fields, **more}, **{**said, **added})
 
 
 def _far(capture: Capture, last: np.ndarray) -> list[str]:
@@ -139,7 +139,7 @@ def _far(capture: Capture, last: np.ndarray) -> list[str]:
 # ---- the gain of a domain over mixed prompts -------------------------------------------------------------------------
 
 
-def measure_gain(view: ProbeInput, domain: np.ndarray, untrained: np.ndarray) -> Measured:
+def measure_gain(view: ProbeInput, domain: np.ndarray, untrained: np.ndarray) -> Result:
     """Gains at every layer with the controls' band; metrics at the last layer.
 
     Args:
@@ -178,7 +178,7 @@ def measure_gain(view: ProbeInput, domain: np.ndarray, untrained: np.ndarray) ->
     read = "final tokens" if final else "tokens at the positions read"
     band = null_band({UNTRAINED: null}, claim.side)
     said, null = "gain in PC1+PC2 share over mixed prompts as diverse", ("the gain of untrained copies", band)
-    return Measured.of(
+    return Result.of(
         "Domain restriction",
         line("pc12", gains, "layer", "fraction", said, null=null),
         estimates=(found,),

@@ -20,7 +20,7 @@ from llmgeom.reports.figures import Drawn, draw
 from llmgeom.reports.forest import Scale, Span
 from llmgeom.reports.table import labels
 from llmgeom.reports.text import columns, grid, independent, names_of, number_of, numbers, pretty, visible, wrapped
-from llmgeom.result import Estimate, Measured, line
+from llmgeom.result import Estimate, Result, line
 from llmgeom.stats import tests
 from llmgeom.stats.resampling import Interval, band, jackknife, permute_clusters, student_quantile
 from llmgeom.stats.similarity import alignment, cka, distance_ranks, rsa
@@ -541,9 +541,9 @@ def drawn(c: Comparison) -> tuple[list[tuple[Pair, Difference, dict[str, Any]]],
         for curve in pair.curves:
             value, low, high = (np.array(curve[key]) for key in ("value", "low", "high"))
             meaning = f"{curve['meaning']}, {pair.record} less {pair.reference}"
-            ends = ("clusters", np.stack([low, high], 1))
-            drawn = line("difference", value, curve["axis"], curve["unit"], meaning, interval=ends)
-            measured = Measured.of(meaning, drawn, ticks={curve["axis"]: curve["places"]})
+            around = ("clusters", np.stack([low, high], 1))
+            drawn = line("difference", value, curve["axis"], curve["unit"], meaning, interval=around)
+            measured = Result.of(meaning, drawn, ticks={curve["axis"]: curve["places"]})
             place = f"difference-{i}-{curve['probe']}-{curve['name']}"
             figures.append(draw(measured, "difference", place, 0, {}))
     return rows, figures

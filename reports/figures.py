@@ -30,7 +30,7 @@ from llmgeom.reports.text import (
     value_and_interval,
     visible,
 )
-from llmgeom.result import FIGURE, Figure, Measured, Quantity
+from llmgeom.result import FIGURE, Figure, Quantity, Result
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure as Plotly
@@ -126,7 +126,7 @@ def coloured(spec: Mapping[str, Any], columns: Mapping[str, Any], hover: Sequenc
     ]
 
 
-def pictured(measured: Measured) -> dict[str, Figure]:
+def pictured(measured: Result) -> dict[str, Figure]:
     """The quantities that have a figure, in the order in which they are shown: by kind, then as declared.
 
     One of a single point has none: it is among the single numbers.
@@ -140,7 +140,7 @@ def pictured(measured: Measured) -> dict[str, Figure]:
 
 
 def draw(
-    measured: Measured,
+    measured: Result,
     name: str,
     place: str,
     record: int,
@@ -173,7 +173,7 @@ def draw(
     return replace(drawn, spec=spec, caption=f"{drawn.caption} {said}".strip())
 
 
-def _sizes(measured: Measured, prompts: Mapping[str, tuple], source: Mapping[str, Any], n: Sequence[str]) -> str:
+def _sizes(measured: Result, prompts: Mapping[str, tuple], source: Mapping[str, Any], n: Sequence[str]) -> str:
     """How many prompts a figure is of: those of the record, where all metrics count prompts and one counts these (the
     others are of second samples, which have no figure); else those of every metric, `n`."""
     count, clusters = sizes(prompts)
@@ -185,12 +185,12 @@ def _sizes(measured: Measured, prompts: Mapping[str, tuple], source: Mapping[str
     return f"n{', by metric:' if len(each) > 1 else ' ='} {'; '.join(each)}." if each else ""
 
 
-def _numbers(measured: Measured, name: str) -> np.ndarray:
+def _numbers(measured: Result, name: str) -> np.ndarray:
     """An array in float64, in which 0 has no sign: a reader would wonder what -0 means."""
     return np.asarray(measured.arrays[name], dtype=np.float64) + 0.0
 
 
-def claimed(measured: Measured, declared: Quantity, array: np.ndarray, n: Sequence[str]) -> str:
+def claimed(measured: Result, declared: Quantity, array: np.ndarray, n: Sequence[str]) -> str:
     """The sentences of a caption that say which metrics are read off this figure and where, by their value; empty
     where there is none. `n` is what each metric is of."""
     sentences = []
@@ -215,7 +215,7 @@ class _Layer(NamedTuple):
     says: str
 
 
-def _curve(measured: Measured, name: str, declared: Quantity, figure: Figure, y: np.ndarray, place: str) -> Drawn:
+def _curve(measured: Result, name: str, declared: Quantity, figure: Figure, y: np.ndarray, place: str) -> Drawn:
     axis = declared.axes[0]
     ticks = measured.ticks.get(axis, tuple(range(len(y))))
     words = bool(worded(ticks))
@@ -244,7 +244,7 @@ def _curve(measured: Measured, name: str, declared: Quantity, figure: Figure, y:
     return Drawn(place, caption, label, {"data": traces, "layout": layout}, (axis, *heads), rows)
 
 
-def _band(measured: Measured, name: str, x: np.ndarray, apart: bool) -> _Layer:
+def _band(measured: Result, name: str, x: np.ndarray, apart: bool) -> _Layer:
     """The control's band as a hatched area, a line where it is one number."""
     bounds, means = _numbers(measured, name), measured.quantities[name].meaning
     # One layer has no width to shade, so its band is drawn a little wide.
@@ -264,7 +264,7 @@ def _band(measured: Measured, name: str, x: np.ndarray, apart: bool) -> _Layer:
     )
 
 
-def _beside(measured: Measured, name: str, x: np.ndarray) -> _Layer:
+def _beside(measured: Result, name: str, x: np.ndarray) -> _Layer:
     """Another quantity along the same axis, dashed; a line each where it has an axis before."""
     lines, declared = np.atleast_2d(_numbers(measured, name)), measured.quantities[name]
     names: Sequence[Any] = (declared.meaning.split("; ")[0],)
@@ -282,7 +282,7 @@ def _beside(measured: Measured, name: str, x: np.ndarray) -> _Layer:
 
 
 def _line(
-    measured: Measured, name: str, interval: str, x: np.ndarray, y: np.ndarray, ticks: tuple, apart: bool
+    measured: Result, name: str, interval: str, x: np.ndarray, y: np.ndarray, ticks: tuple, apart: bool
 ) -> _Layer:
     """The quantity itself, with whiskers where it has an interval; points alone where names have no order."""
     declared = measured.quantities[name]
@@ -303,7 +303,7 @@ def _line(
     return _Layer([line], [("low", low), ("high", high)], f"Whiskers: {measured.quantities[interval].meaning}.")
 
 
-def _heatmap(measured: Measured, declared: Quantity, cells: np.ndarray, place: str) -> Drawn:
+def _heatmap(measured: Result, declared: Quantity, cells: np.ndarray, place: str) -> Drawn:
     down, across = declared.axes
     if across == "layer":
         down, across, cells = across, down, cells.T
@@ -336,14 +336,14 @@ def _heatmap(measured: Measured, declared: Quantity, cells: np.ndarray, place: s
     )
 
 
-def _ticks(measured: Measured, axis: str, n: int) -> tuple:
+def _ticks(measured: Result, axis: str, n: int) -> tuple:
     """The names along an axis of a heat map; numbers of chosen layers are names, since cells are counted."""
     ticks = measured.ticks.get(axis, tuple(range(n)))
     return tuple(map(str, ticks)) if axis == "layer" and axis in measured.ticks else ticks
 
 
 def _scatter(
-    measured: Measured,
+    measured: Result,
     declared: Quantity,
     colour: str,
     points: np.ndarray,

@@ -33,7 +33,7 @@ from llmgeom.reports.text import (
     why_not,
     written,
 )
-from llmgeom.result import FIGURE, WORDS, Measured
+from llmgeom.result import FIGURE, WORDS, Result
 
 RUN_LINE_WIDTH = 140
 HEAVY = 10_000_000  # bytes
@@ -429,7 +429,7 @@ def _section(place: int, anchor: str, probe: str, record: Record, of: Sequence[R
     }
 
 
-def _own_figure(measured: Measured, place: str) -> list[Drawn]:
+def _own_figure(measured: Result, place: str) -> list[Drawn]:
     """The Plotly figure that a probe of the user's drew, if it did."""
     if FIGURE not in measured.facts:
         return []

@@ -14,7 +14,7 @@ from llmgeom.record import Record
 from llmgeom.reports.multiples import last_words
 from llmgeom.reports.prompts import COLOURS
 from llmgeom.reports.text import short
-from llmgeom.result import Measured
+from llmgeom.result import Result
 
 PROBE, SCORE = "label", "_score"
 ENDS, WRONG = 4, 6  # texts at each end, and of the wrong ones
@@ -30,7 +30,7 @@ def readable(records: Sequence[Record]) -> list[dict[str, Any]]:
     ]
 
 
-def _curves(measured: Measured) -> Iterator[dict[str, Any]]:
+def _curves(measured: Result) -> Iterator[dict[str, Any]]:
     """A picture of each site; then the score by the number of prompts."""
     arrays = measured.arrays
     sites = [name.removesuffix(SCORE) for name in arrays if f"{name.removesuffix(SCORE)}_band" in arrays]
@@ -102,7 +102,7 @@ def _drawn(
     }
 
 
-def _texts(record: Record, measured: Measured) -> list[tuple[str, list[tuple[int, str, str]]]]:
+def _texts(record: Record, measured: Result) -> list[tuple[str, list[tuple[int, str, str]]]]:
     """The wrong texts, and those at both ends of the score; of a number those with the largest residuals."""
     prediction, residual = (np.asarray(measured.arrays[f"probe_{what}"]) for what in ("prediction", "residual"))
     label, text = record.prompts.get(str(record.facts.get("target")), ()), record.prompts.get("text", ())

@@ -25,7 +25,7 @@ from llmgeom.claims import judge
 from llmgeom.probes.evidence.answers import measure_answers
 from llmgeom.probes.evidence.predictions import LabelPredictions
 from llmgeom.prompts import text
-from llmgeom.result import Estimate, Measured
+from llmgeom.result import Estimate, Result
 from llmgeom.wind_tunnels import load_world
 
 FILE = Path(__file__).with_suffix(".json")
@@ -88,12 +88,12 @@ def answered(name: str, batch: Batch, seed: int, noise: float = NOISE) -> LabelP
     return says(ANSWERERS[name](e, batch) + spread * np.random.default_rng([seed, 7]).standard_normal(e.shape))
 
 
-def numbers(result: Measured) -> dict[str, Estimate]:
+def numbers(result: Result) -> dict[str, Estimate]:
     """The estimates, judged, by name."""
-    return {h.name: h for h in judge({"process": result.lowered()})["process"].estimates}
+    return {h.name: h for h in judge({"process": result})["process"].estimates}
 
 
-def kind(result: Measured) -> str:
+def kind(result: Result) -> str:
     """What the printed numbers say that the answerer does; the first of these that holds.
 
     ignores the evidence   resolution is not beyond its controls

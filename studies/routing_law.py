@@ -18,7 +18,7 @@ from torch import Tensor
 from llmgeom.claims import Null, declared, layer_band
 from llmgeom.probe import UNTRAINED, Batch, Model, Needs, ProbeInput, UserError
 from llmgeom.probes.shared.nulls import compare
-from llmgeom.result import Estimate, Figure, Measured, labelled, line
+from llmgeom.result import Estimate, Figure, Result, labelled, line
 from llmgeom.run import CONTROLS
 from studies.gradients import Mixing, step
 
@@ -157,7 +157,7 @@ def _rival(mixing: Mixing) -> float:
 NEEDS = Needs(controls=frozenset({UNTRAINED}), examine=lambda subject, captures: read(subject, captures[""].batch))
 
 
-def measure(view: ProbeInput) -> Measured:
+def measure(view: ProbeInput) -> Result:
     """Maps, curves and metrics from the readings of the model and of its untrained controls.
 
     Raises UserError: the formulas do not give the gradients of automatic differentiation; fewer than 5 clusters; or no
@@ -205,7 +205,7 @@ def measure(view: ProbeInput) -> Measured:
     rival = "error of the score law without its baseline (of a scan: with one)"
     to_go = "-dL/ds: where weight should go, head of the highest stakes"
     stakes, of_keys = "sum over keys of |dL/ds|, mean over queries", f"{share_of} on keys of positive advantage"
-    return Measured.of(
+    return Result.of(
         "Next step and advantage",
         {
             "error": labelled(ours.error, "gradient layer", largest, "largest |law - autograd|", heatmap),

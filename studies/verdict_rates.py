@@ -20,7 +20,7 @@ from typing import Literal
 import numpy as np
 
 from llmgeom.claims import Claim, Null, estimate, judge
-from llmgeom.result import WORDS, Estimate, Measured
+from llmgeom.result import WORDS, Estimate, Result
 from llmgeom.stats.resampling import Interval, student_quantile
 
 EFFECTS = {"none": 0.0, "half": 0.5, "exact": 1.0, "twice": 2.0}
@@ -75,7 +75,7 @@ class World:
     def words(self, effect: float, rng: np.random.Generator, nearer: float | None = None) -> list[str]:
         """The words of one record; see `seen`."""
         found = [self.seen(effect, rng, nearer).estimate(str(name)) for name in range(self.claims)]
-        judged = judge({"toy": Measured("", "", "", "", "", tuple(found), {}, {})})
+        judged = judge({"toy": Result("", tuple(found))})
         return [h.verdict for h in judged["toy"].estimates]
 
     def rates(self, effect: float, trials: int, seed: int = 0) -> dict[str, float]:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from llmgeom.record import Record
-from llmgeom.result import Estimate, Measured, Quantity
+from llmgeom.result import Estimate, Quantity, Result
 from llmgeom.stats import tests
 from tests.made import made
 
@@ -20,7 +20,7 @@ def record(scores, entropy, unit, *, name="a", estimates=(), subject=(), **chang
     """A record of a value manifold whose first metric is what its scores and entropies give."""
     value, span = abs(tests.spearman(scores[:, 0], entropy)), tests.correlation_interval(scores[:, 0], entropy, unit)
     rho = head(RHO, value, unit="|rho|", clusters=len(set(unit)), deletions=span.deletions)
-    measured = Measured(
+    measured = Result(
         title="", meaning="", computed="", null="", failure_modes="",
         estimates=(rho, *estimates),
         quantities={"scores": Quantity(("prompt", "component"), "", "")},

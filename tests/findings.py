@@ -3,7 +3,7 @@
 from llmgeom.record import Record
 from llmgeom.reports.findings import counting, findings
 from llmgeom.reports.table import rows
-from llmgeom.result import Measured
+from llmgeom.result import Result
 from tests.made import made
 
 ORDER = "PC1-entropy correlation: the first component ranks prompts by entropy."
@@ -20,7 +20,7 @@ def claim(name="|rho| of PC1 and entropy", verdict="open", value=0.4, half=0.1, 
 
 
 def record(*estimates, probe="value_manifold", unmeasured=None, source="mixed", kind="domain", model="pocket:pythia"):
-    measured = Measured("Value manifold", "", "", "", "", tuple(estimates), {}, {})
+    measured = Result("Value manifold", tuple(estimates))
     return Record(
         results={probe: measured} if estimates else {},
         unmeasured=unmeasured or {},

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import numpy as np
 
 from llmgeom.record import Record
-from llmgeom.result import Figure, Measured, Quantity
+from llmgeom.result import Figure, Quantity, Result
 from tests.made import made
 
 HOSTILE = (
@@ -40,7 +40,7 @@ def synthetic(seed=0, layers=6, heads=4, n=75, hostile=(), name="pocket:pythia",
     null = 0.15 + np.stack([-0.04 * np.ones(layers), 0.04 + rng.random(layers) * 0.02], 1)
     scores = np.stack([entropy - entropy.mean(), 0.5 * np.sin(entropy) + rng.normal(0, 0.2, n), rng.random(n)], 1)
     every = scores + rng.normal(0, 0.3, (layers, n, 3)) * np.arange(layers)[::-1, None, None]  # the last: as they are
-    geometry = Measured(
+    geometry = Result(
         title="Value manifold",
         meaning="Values at the last position lie near a curve when one number orders them. The number may be entropy.",
         computed="PCA of standardised values over prompts; share of the first component.",
@@ -65,7 +65,7 @@ def synthetic(seed=0, layers=6, heads=4, n=75, hostile=(), name="pocket:pythia",
         arrays={"share": share, "share_null": null, "scores": scores, "every": every, "dropped": np.asarray(3)},
         warnings=("the token 'is' has an outlier norm (9.1 times the median)", *hostile[:1]),
     )
-    focus = Measured(
+    focus = Result(
         title="Attention focus",
         meaning="Low entropy means that a head looks at few tokens.",
         computed="Entropy of the final query's attention row.",

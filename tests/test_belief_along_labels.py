@@ -187,7 +187,7 @@ def test_what_is_as_well_read_without_context_is_no_belief(batch, needs_context)
     odds = truth.log_p - truth.log_p.mean(1, keepdims=True)
     own, nothing = planted(batch, odds)[1], planted(batch, np.zeros_like(odds), 3)[1]
     cut = nothing if needs_context else planted(batch, odds, 3)[1]
-    found = measure_belief(batch, [own, *strangers(batch)], 0, cut).lowered()
+    found = measure_belief(batch, [own, *strangers(batch)], 0, cut)
     (claim,) = [h for h in judge({"sula_belief": found})["sula_belief"].estimates if h.name == belief.LAST]
     assert (claim.verdict == "holds") == needs_context, claim.why
     line = measure_belief(batch, [cut, own], 0)["along"]

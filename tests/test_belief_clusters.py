@@ -78,7 +78,7 @@ def view(where: str, seed: int, strength: float = 3.0, n: int = N) -> ProbeInput
 
 def measured(given: ProbeInput):
     result = belief_clusters.measure(given)
-    return result, {h.name: h for h in judge({"belief_clusters": result.lowered()})["belief_clusters"].estimates}
+    return result, {h.name: h for h in judge({"belief_clusters": result})["belief_clusters"].estimates}
 
 
 def space(result, name: str) -> float:

@@ -170,7 +170,7 @@ def viewed(writes, exact: Posterior, untrained: int = 12, known_writes: bool = T
 
 
 def judged(made) -> dict:
-    return {h.name: h for h in claims.judge({"belief_readout": made.lowered()})["belief_readout"].estimates}
+    return {h.name: h for h in claims.judge({"belief_readout": made})["belief_readout"].estimates}
 
 
 LOG_P = posteriors(0)

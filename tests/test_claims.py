@@ -8,7 +8,7 @@ import pytest
 from scipy import optimize, stats as scipy_stats
 
 from llmgeom.claims import Null, cut, described, estimate, judge, judge_estimates, judged_together
-from llmgeom.result import Measured
+from llmgeom.result import Result
 from llmgeom.stats import power
 from llmgeom.stats.resampling import Interval, jackknife
 from llmgeom.stats.verdict import because
@@ -25,8 +25,8 @@ def made(value, low, high, nulls, side="upper", **changes):
     return estimate(claim(side=side, **changes), value, interval, found, n=80, clusters=40)
 
 
-def measured(*estimates) -> Measured:
-    return Measured("t", "m", "c", "n", "f", estimates, {}, {})
+def measured(*estimates) -> Result:
+    return Result("t", estimates)
 
 
 def judged(*estimates):
@@ -485,7 +485,7 @@ def test_records_of_one_run_share_one_correction_and_a_number_of_the_weights_is_
 
     def measured(*ps):
         made = [replace(strong(name, p=p), value=0.9 + p) for name, p in zip(("weights", "b"), ps, strict=True)]
-        return {"probe": Measured("", "", "", "", "", tuple(made), {}, {})}
+        return {"probe": Result("", tuple(made))}
 
     both = judged_together([measured(0.01, 0.02), measured(0.01, 0.021)])
     found = [[round(h.adjusted[0], 6) for h in record["probe"].estimates] for record in both]

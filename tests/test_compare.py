@@ -10,7 +10,7 @@ from scipy.stats import spearmanr, t
 from llmgeom.errors import UserError
 from llmgeom.record import Record
 from llmgeom.reports import comparison as compare
-from llmgeom.result import Measured, Quantity
+from llmgeom.result import Quantity, Result
 from llmgeom.stats import nested_probe, resampling, tests
 from tests.compared import PAIRED, RHO, SHARE, head, record, rows, two
 from tests.made import changed
@@ -176,7 +176,7 @@ def curved(record, scores, *, groups="same"):
     without = scores[:, None, None] + np.random.default_rng(ord(record.subject["name"])).normal(size=(3, 1, 10)) / 50
     quantities = {"score": Quantity(("layer",), "AUROC", "score"),
                   "score_without": Quantity(("layer", "way", "group"), "AUROC", "")}  # fmt: skip
-    measured = Measured(
+    measured = Result(
         title="", meaning="", computed="", null="", failure_modes="",
         estimates=(head("AUROC", 0.7, deletions=resampling.Deletions(groups, without[0], 10.0)),),
         quantities=quantities, arrays={"score": scores, "score_without": without},

@@ -25,7 +25,7 @@ from llmgeom.probes.interventions.component_results import (
 )
 from llmgeom.probes.interventions.halves import ESTIMATION, EVALUATION, Halves, halves
 from llmgeom.record import Record
-from llmgeom.result import Measured
+from llmgeom.result import Result
 from llmgeom.stats.ridge_probe import folds
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
@@ -261,7 +261,7 @@ def test_tenfold_is_beyond_ten_and_beyond_the_twins(each, word):
     untrained = [block_fractions(times(1.5, seed=i + 1)) for i in range(20)]
     found = estimates("blocks_task", block_fractions(made), untrained, np.arange(40))
 
-    measured = Measured("", "", "", "", "", found, {}, {})
+    measured = Result("", found)
     h = next(h for h in claims.judge({"x": measured})["x"].estimates if h.name == TENFOLD)
     assert h.value == pytest.approx(made["mae"][7].mean() / 0.1) and h.verdict == word
     # On the logarithm, as the interval is; the end of the interval that faces the number.

@@ -15,7 +15,7 @@ from llmgeom.probe import MATCHED, ProbeInput
 from llmgeom.probes.shared.matrices import layer_matrices
 from llmgeom.probes.shared.representation_geometry import numbers_of, pca
 from llmgeom.probes.value_manifold import gain_interval, measure_gain
-from llmgeom.result import Measured
+from llmgeom.result import Result
 from llmgeom.stats.resampling import Interval
 from tests.refusals import refused
 from tests.words import beyond
@@ -56,7 +56,7 @@ def view(own: float, matched: float, untrained=(0.3, 0.3), seed=0, source: dict 
     return ProbeInput(main.capture, main.entropy, main.untrained, samples=samples, seed=seed)
 
 
-def measure(given: ProbeInput) -> Measured:
+def measure(given: ProbeInput) -> Result:
     def numbers(of: Capture) -> np.ndarray:
         return numbers_of([*map(pca, layer_matrices(of, Site.VALUE))])
 

@@ -42,7 +42,7 @@ def strangers(n, count=20):
 def judged(batch, model):
     """Compared with answers that know nothing as those without context."""
     measured = measure_answers(batch, model, Controls(batch, model, strangers(len(batch), 1)[0]))
-    return {h.name: h for h in claims.judge({"process": measured.lowered()})["process"].estimates}
+    return {h.name: h for h in claims.judge({"process": measured})["process"].estimates}
 
 
 @pytest.mark.parametrize("size", [0.02, 0.2, 0.5, 1.0])

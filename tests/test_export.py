@@ -20,14 +20,14 @@ from llmgeom.errors import UserError
 from llmgeom.exports import export, latex
 from llmgeom.exports.tables import tables
 from llmgeom.record import Record
-from llmgeom.result import Figure, Measured, Quantity
+from llmgeom.result import Figure, Quantity, Result
 from tests.refusals import refused
 from tests.test_result import head
 
 HOSTILE = "50% & $x_1^2 #{~\\end{tabular}}~<b>|é−ρ²—漢\u202e`code`\n*"
 
 
-def measured(**changes) -> Measured:
+def measured(**changes) -> Result:
     parts = {
         "curve": (Quantity(("layer",), "bits", "curve", Figure("curve", band="band")), np.array([1.5, 2.5])),
         "band": (Quantity(("layer", "bound"), "bits", "band"), np.array([[0.0, 1.0], [2.0, 3.0]])),
@@ -44,7 +44,7 @@ def measured(**changes) -> Measured:
         "warnings": (f"look out {HOSTILE}",),
         "ticks": {"layer": (3, 7)},
     }
-    return Measured("Toy", "m", "c", "n", "f", **given | changes)
+    return Result("Toy", **given | changes)
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ from llmgeom.probes.interventions.interchange import (
 )
 from llmgeom.probes.interventions.intervention import Runner
 from llmgeom.record import Record
-from llmgeom.result import Measured
+from llmgeom.result import Result
 from llmgeom.run import Run
 from llmgeom.stats.ridge_probe import folds
 from llmgeom.wind_tunnels.training import train
@@ -104,18 +104,18 @@ class Bayes:
         return Capture(batch, prompt, position, batch.inputs.lengths, tensors)
 
 
-def judged(subject: Bayes, nulls: int, layers: tuple[int, ...] = (0, 1)) -> Measured:
+def judged(subject: Bayes, nulls: int, layers: tuple[int, ...] = (0, 1)) -> Result:
     """What the probe measures of a model that is no transformer, and of its controls, without the runner."""
     probe = InterchangeProbe(TASK, 60, layers, SUBSPACES, 0, 4096)
     needs = probe.NEEDS
     own = needs.examine(subject, {})
     controls = tuple(needs.examine(subject.untrained(i), {}) for i in range(nulls))
-    result = probe.measure(SimpleNamespace(observations=own, control_observations=controls)).lowered()
+    result = probe.measure(SimpleNamespace(observations=own, control_observations=controls))
     return claims.judge({PROBE: result})[PROBE]
 
 
 @pytest.fixture(scope="module")
-def measured() -> Measured:
+def measured() -> Result:
     return judged(Bayes(), 3)
 
 

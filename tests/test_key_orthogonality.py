@@ -14,7 +14,7 @@ from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.model import Model
 from llmgeom.probes import key_orthogonality as probe
 from llmgeom.probes.key_orthogonality import BY_HEAD, COLUMNS, SEEN, Reading
-from llmgeom.result import Measured
+from llmgeom.result import Result
 from llmgeom.stats.similarity import mean_abs_cosine, random_cosine
 from tests.families import FAMILIES, ragged
 from tests.observed import observe
@@ -178,7 +178,7 @@ def view(seed=0, planted=False, twin_planted=False, **more) -> SimpleNamespace:
     return SimpleNamespace(observations=reading(rng, planted, **more), control_observations=controls)
 
 
-def heads(result: Measured) -> dict:
+def heads(result: Result) -> dict:
     return {h.name: h for h in result.estimates}
 
 

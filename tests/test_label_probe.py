@@ -42,7 +42,7 @@ def test_a_claim_names_the_confounds_that_were_removed_and_no_other():
     for given, words in said.items():
         measured = LabelProbe("label", given=given).measure(data)
         assert words in measured.estimates[0].claim and not any(h.claim for h in measured.estimates[1:])
-        lines = measured.lowered().ticks["control"]
+        lines = measured.ticks["control"]
         assert (LEFT_IN in lines) == ("carrier" in given), "without confounds it is the curve itself"
         assert len(measured.estimates) == 1 + ("carrier" in given), "and the claim itself"
 
@@ -179,8 +179,8 @@ def test_of_many_prompts_the_claim_is_that_of_the_part_that_controls_read():
     alone = LabelProbe("label").measure(replace(data, untrained=(), shuffled=()))
     assert every.name == "AUROC, all prompts" and every.n == 160
     assert every.value == alone.estimates[0].value
-    arrays = LabelProbe("label").measure(whole).lowered().arrays
-    np.testing.assert_array_equal(arrays["residual_all_prompts_score"], alone.lowered().arrays["residual_score"])
+    arrays = LabelProbe("label").measure(whole).arrays
+    np.testing.assert_array_equal(arrays["residual_all_prompts_score"], alone.arrays["residual_score"])
 
 
 def test_transfer_tells_a_direction_that_all_values_share_from_one_each():
@@ -197,7 +197,7 @@ def test_transfer_tells_a_direction_that_all_values_share_from_one_each():
         batch = replace(data.capture.batch, columns={**data.capture.batch.columns, "group": tuple(group)})
         capture = replace(data.capture, batch=batch, tensors={(Site.RESIDUAL, 0): torch.from_numpy(x)})
         probe = LabelProbe("label", layers=(0,), transfer="group")
-        return probe.measure(replace(data, capture=capture)).lowered()
+        return probe.measure(replace(data, capture=capture))
 
     one, several = measured(True), measured(False)
     assert one.ticks["value"] == ("x", "y", "z")

@@ -62,7 +62,7 @@ def view(mixed, trained: int = H, seed: int = 0, n: int = N) -> ProbeInput:
 
 def found(given: ProbeInput) -> dict:
     result = length_generalisation.measure(given)
-    return {h.name: h for h in judge({"length_generalisation": result.lowered()})["length_generalisation"].estimates}
+    return {h.name: h for h in judge({"length_generalisation": result})["length_generalisation"].estimates}
 
 
 def by_hand(mixed, seed: int = 0, n: int = N) -> np.ndarray:

@@ -16,7 +16,7 @@ from llmgeom.reports.multiples import SCALE, multiples
 from llmgeom.reports.prompts import COLOURS, SHAPES, complete
 from llmgeom.reports.table import rows
 from llmgeom.reports.text import counted, numbers
-from llmgeom.result import Figure, Measured, Quantity
+from llmgeom.result import Figure, Quantity, Result
 from tests.findings import claim, record
 from tests.pages import Tree, estimate, synthetic
 from tests.refusals import refused
@@ -276,7 +276,7 @@ def test_a_claim_of_no_effect_shades_the_middle():
 def test_the_final_token_is_a_column_and_a_panel():
     scores = np.array([[0.0, 0.0], [1.0, 2.0], [3.0, 1.0]])
     plane = Quantity(("prompt", "component"), "standard units", "plane")
-    measured = Measured("Value manifold", "", "", "", "", (), {"scores": plane}, {"scores": scores})
+    measured = Result("Value manifold", (), {"scores": plane}, {"scores": scores})
     made = record()
     prompts = {"text": ("a.", "b.", "c,"), "pieces": (("a", "."), ("b", "."), ("c", ",")), "entropy": (1.0, 2.0, 3.0),
                "tokens": (2, 2, 2)}  # fmt: skip

@@ -33,7 +33,7 @@ import numpy as np
 
 from llmgeom.model.capture import Site
 from llmgeom.probe import Needs
-from llmgeom.result import Measured, labelled, line
+from llmgeom.result import Result, labelled, line
 
 
 def examine(subject, captures):
@@ -47,7 +47,7 @@ def measure(view):
     lengths = [float(x.double().flatten(1).norm(dim=1).mean()) for x in view.capture.layers(Site.VALUE)]
     parameters = labelled(view.observations["parameters"], "", "parameters", "of the model")
     arrays = {**line("length", lengths, "layer", "units", "mean length"), "parameters": parameters}
-    return Measured.of("Lengths of values", arrays, __name__)
+    return Result.of("Lengths of values", arrays, __name__)
 '''
 
 

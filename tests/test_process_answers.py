@@ -47,7 +47,7 @@ def measured(spec: str, observer, n: int = 50, mass: float = 0.9, seed: int = 0)
 
 def found(result) -> dict[str, Estimate]:
     """The judged numbers, by name."""
-    return {h.name: h for h in judge({answers.PROCESS: result.lowered()})[answers.PROCESS].estimates}
+    return {h.name: h for h in judge({answers.PROCESS: result})[answers.PROCESS].estimates}
 
 
 def scaled(slope: float, bias: float = 0.0, noise: float = 0.0):

@@ -11,7 +11,7 @@ import pytest
 from llmgeom.errors import UserError
 from llmgeom.files import write_whole
 from llmgeom.record import Record, plain_of
-from llmgeom.result import Measured
+from llmgeom.result import Result
 from tests.refusals import refused
 from tests.test_result import head, toy
 
@@ -50,7 +50,7 @@ def test_the_facts_of_a_result_come_back(tmp_path):
     made = toy(curve=np.arange(2.0), heat=np.ones((2, 3)), whole=2.5, facts={"best rule": "a counter"})
     record(results={"toy": made}).save(tmp_path)
     assert Record.load(tmp_path).results["toy"].facts == {"best rule": "a counter"}
-    assert Measured.joined("", {"": made}).facts == made.facts
+    assert Result.joined("", {"": made}).facts == made.facts
 
 
 def test_a_claim_comes_back_with_all_that_was_declared_of_it(tmp_path):

@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 
-from llmgeom.result import Measured, labelled, read_prose
+from llmgeom.result import Result, labelled, read_prose
 from tests.made import made
 from tests.refusals import refused
 
 
-def toy(curve: np.ndarray, heat: np.ndarray, whole: float, **said) -> Measured:
+def toy(curve: np.ndarray, heat: np.ndarray, whole: float, **said) -> Result:
     labels = {"curve": (curve, "layer", "a curve"), "heat": (heat, "layer head", "a map"), "whole": (whole, "", "one")}
     parts = {name: labelled(x, axes, "bits", meaning) for name, (x, axes, meaning) in labels.items()}
-    return Measured.of("toy", parts, **said)
+    return Result.of("toy", parts, **said)
 
 
 def head(**changes):
@@ -49,7 +49,7 @@ def test_parts_of_a_section_keep_the_names_along_their_axes():
         at: toy(np.zeros(2), np.zeros((2, 3)), 1.0, estimates=(), ticks=ticks)
         for at, ticks in (("", {"layer": ("in 0", "out")}), ("other_", {"head": ("a", "b", "c")}))
     }
-    lowered = Measured.joined("both", parts)
+    lowered = Result.joined("both", parts)
     assert lowered.ticks == {"layer": ("in 0", "out"), "head": ("a", "b", "c")}
     assert lowered.quantities["other_heat"].axes == lowered.quantities["heat"].axes
 

@@ -20,7 +20,7 @@ from llmgeom.model.tokenizing import shuffle
 from llmgeom.probe import NO_CONTEXT, Needs
 from llmgeom.probes.value_manifold import unequal
 from llmgeom.progress import shown
-from llmgeom.result import Measured, line
+from llmgeom.result import Result, line
 from llmgeom.run import run_probes
 
 N = 30
@@ -50,8 +50,8 @@ def batch() -> Batch:
     return Batch(tokens, tuple(f"t{i // 2}" for i in range(N)), {"name": "noise"})
 
 
-def seen(mean: np.ndarray, estimates=()) -> Measured:
-    return Measured.of("what the probe was given", line("mean", mean, "layer", "1", "mean value"), estimates=estimates)
+def seen(mean: np.ndarray, estimates=()) -> Result:
+    return Result.of("what the probe was given", line("mean", mean, "layer", "1", "mean value"), estimates=estimates)
 
 
 def probe(measure, **needs):

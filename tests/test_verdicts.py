@@ -131,7 +131,7 @@ def measure(own: Taken, untrained: list[Taken], seed: int, of: tuple[str, ...]) 
         observed = tuple(control.observations[name] for control in untrained)
         try:
             given = replace(seen, observations=own.observations[name], control_observations=observed)
-            results[name] = PROBES[name].measure(given).lowered()
+            results[name] = PROBES[name].measure(given)
         except UserError:
             continue
     return [(probe, h) for probe, result in claims.judge(results).items() for h in result.estimates]

@@ -15,12 +15,12 @@ from llmgeom.dynamics.gradients import Signals
 from llmgeom.dynamics.runs import Run
 from llmgeom.errors import UserError
 from llmgeom.record import Record
-from llmgeom.result import PROSE, Estimate, Labelled, Measured, labelled, line
+from llmgeom.result import PROSE, Estimate, Labelled, Result, labelled, line
 from llmgeom.stats.resampling import Interval, geometric_mean, mean_intervals
 from llmgeom.stats.verdict import NO_END
 
 
-def over_training(steps: Sequence[int], records: Mapping[int, Record]) -> dict[str, Measured]:
+def over_training(steps: Sequence[int], records: Mapping[int, Record]) -> dict[str, Result]:
     """A section for each probe, with one curve for each of its metrics.
 
     Args:
@@ -28,7 +28,7 @@ def over_training(steps: Sequence[int], records: Mapping[int, Record]) -> dict[s
         records: step -> scan of that snapshot; a metric may be missing at some steps.
 
     Returns:
-        Probe -> Measured without estimates, since a curve over training has no claim.
+        Probe -> Result without estimates, since a curve over training has no claim.
     """
     sections = {}
     for probe in sorted({probe for record in records.values() for probe in record.results}):
@@ -60,7 +60,7 @@ def over_training(steps: Sequence[int], records: Mapping[int, Record]) -> dict[s
                 null=(decides, [metric.control_range for metric in every]),
             )
         first = next(iter(measured.values()))
-        made = Measured.of(f"{first.title}, over training", curves, notes=notes, ticks=ticks)
+        made = Result.of(f"{first.title}, over training", curves, notes=notes, ticks=ticks)
         sections[probe] = replace(made, **{name: getattr(first, name) for name in PROSE})
     return sections
 
@@ -113,7 +113,7 @@ class Trajectory:
 
 
 class Section:
-    """A builder of one Measured: curves over steps, settling steps by run, and their ratios with verdicts.
+    """A builder of one Result: curves over steps, settling steps by run, and their ratios with verdicts.
 
     Attributes:
         own: the runs that learn.
@@ -176,9 +176,9 @@ class Section:
         else:
             self.unseen[name] = "take more snapshots: curves settle between snapshots, and the word depends on where"
 
-    def measured(self, way: int = 0) -> Measured:
+    def measured(self, way: int = 0) -> Result:
         """The section, with the ratios as they are or at one of their ends (`estimates`)."""
-        return Measured.of(
+        return Result.of(
             TITLES[self.probe],
             self.labelled,
             __name__,
@@ -205,7 +205,7 @@ def _compared(claim: claims.Claim, learnt: Sequence[float], random: Sequence[flo
     return claims.estimate(claim, value, span, nulls, n=len(learnt), clusters=len(learnt))
 
 
-def sections(trajectories: Sequence[Trajectory]) -> dict[str, Measured]:
+def sections(trajectories: Sequence[Trajectory]) -> dict[str, Result]:
     """Sections of drifts and of gradients, if every run has them, with verdicts; too few runs leave a claim open.
 
     So does a claim that has another word where its ratios have the ends that the snapshots allow. Simulated, 5 runs

@@ -15,7 +15,7 @@ from llmgeom.probe import NO_CONTEXT, Batch, ProbeInput, UserError
 from llmgeom.probes.evidence.depths import exchanged
 from llmgeom.probes.evidence.predictions import CONTROL_PROMPTS, LABEL_NEEDS, ExactAnswers, LabelPredictions
 from llmgeom.probes.shared.nulls import Statistic, compare
-from llmgeom.result import SENTENCE, Estimate, Labelled, Measured, labelled, line
+from llmgeom.result import SENTENCE, Estimate, Labelled, Result, labelled, line
 from llmgeom.stats.information import bits, kl
 from llmgeom.stats.resampling import LEAST_CLUSTERS, interval_ends, jackknife, mean_intervals
 from llmgeom.stats.verdict import ALPHA
@@ -45,7 +45,7 @@ CLAIMS = declared(PROCESS)
 NEEDS = replace(LABEL_NEEDS, controls=frozenset({NO_CONTEXT}), control_prompts=CONTROL_PROMPTS)
 
 
-def measure(data: ProbeInput) -> Measured:
+def measure(data: ProbeInput) -> Result:
     """Weight, bias, resolution and calibration. Raises UserError as `measure_answers`."""
     read = data.null_subset.capture
     controls = Controls(read.batch, LabelPredictions.of(read), data.no_context_observations)
@@ -66,7 +66,7 @@ class Controls:
     no_context: LabelPredictions | None = None
 
 
-def measure_answers(batch: Batch, model: LabelPredictions, controls: Controls | None = None, seed: int = 0) -> Measured:
+def measure_answers(batch: Batch, model: LabelPredictions, controls: Controls | None = None, seed: int = 0) -> Result:
     """`measure` from predictions.
 
     Args:
@@ -172,7 +172,7 @@ def measure_answers(batch: Batch, model: LabelPredictions, controls: Controls | 
         "resolution_shuffled": labelled(shuffled, "exchange", "fraction",
                                         "resolution of answers given to other prompts"),
     }  # fmt: skip
-    return Measured.of(
+    return Result.of(
         "Answers compared with the exact ones",
         labelled_arrays,
         __name__,

@@ -32,7 +32,7 @@ from llmgeom.probes.evidence.predictions import (
     label_words,
 )
 from llmgeom.probes.shared.nulls import compare
-from llmgeom.result import Estimate, Figure, Measured, labelled
+from llmgeom.result import Estimate, Figure, Result, labelled
 from llmgeom.stats import shared_line
 from llmgeom.stats.information import bits
 
@@ -93,7 +93,7 @@ NEEDS = Needs(
 )
 
 
-def measure(data: ProbeInput) -> Measured:
+def measure(data: ProbeInput) -> Result:
     """Held-out R2 at every depth, of the model and its controls.
 
     Raises UserError: fewer than 5 clusters, or exact log odds that hardly vary.
@@ -123,7 +123,7 @@ class Read:
         )
 
 
-def measure_belief(batch: Batch, model: LabelCoordinates, read: Read, seed: int) -> Measured:
+def measure_belief(batch: Batch, model: LabelCoordinates, read: Read, seed: int) -> Result:
     """`measure` from the coordinates of the model on a batch, and those on the prompts that controls read."""
     truth, of_read = ExactAnswers(batch), ExactAnswers(read.batch)
     if truth.k.max() < 2:
@@ -158,7 +158,7 @@ def measure_belief(batch: Batch, model: LabelCoordinates, read: Read, seed: int)
     slope, along = bits(np.array([line.slope(z) for z in own])), "exact log odds read from the label-aligned coordinate"
     read_along = f"{along}, other labels and clusters"
     pairs = "centred log odds of the first label: exact, and as read at the last layer"
-    return Measured.of(
+    return Result.of(
         "Belief in the residual stream",
         {
             **r2.labelled("along", read_along, "clusters", "without_context", "shuffled"),

@@ -22,7 +22,7 @@ from llmgeom.probes.evidence.predictions import (
     label_entropy,
 )
 from llmgeom.probes.shared.nulls import Statistic, compare
-from llmgeom.result import Estimate, Measured, line
+from llmgeom.result import Estimate, Result, line
 from llmgeom.stats.resampling import mean_intervals
 
 CONTROLS = "sula_controls"
@@ -39,13 +39,13 @@ NEEDS = Needs(
 )
 
 
-def measure(data: ProbeInput) -> Measured:
+def measure(data: ProbeInput) -> Result:
     """Movement of the answers under changes with a known effect."""
     truth, (model,) = by_sample(data, (MAIN, *VARIANTS), copies=0)
     return measure_controls(truth, model, data.seed)
 
 
-def measure_controls(truth: Mapping[str, ExactAnswers], own: Mapping[str, LabelPredictions], seed: int = 0) -> Measured:
+def measure_controls(truth: Mapping[str, ExactAnswers], own: Mapping[str, LabelPredictions], seed: int = 0) -> Result:
     """`measure` from exact answers and the model's predictions by sample.
 
     Its controls are made of the same answers: each changed prompt is given the answer to that of another prompt with as
@@ -81,7 +81,7 @@ def measure_controls(truth: Mapping[str, ExactAnswers], own: Mapping[str, LabelP
     moved = [movement(own, name)[rows] for name in MOVED]
     means, over = [x.mean() for x in moved], ("label pairs", mean_intervals(moved, cluster[rows]))
     said = "mean |change of P(first)| beyond the exact one"
-    return Measured.of(
+    return Result.of(
         "Controls (SULA)",
         line("movement", means, "control", "probability", said, interval=over),
         __name__,

@@ -12,7 +12,7 @@ from llmgeom.probe import Batch, Capture, ProbeInput, Site, UserError
 from llmgeom.probes.evidence import belief
 from llmgeom.probes.evidence.depths import ByDepth, Ridge
 from llmgeom.probes.evidence.predictions import MAIN, ExactAnswers
-from llmgeom.result import Measured
+from llmgeom.result import Result
 from llmgeom.stats.shared_line import Line, blocks
 
 COORDINATES = "simplex"
@@ -52,12 +52,12 @@ def collect(captures: Mapping[str, Capture], embedding: Mapping[str, np.ndarray]
 NEEDS = replace(belief.NEEDS, collect=collect)
 
 
-def measure(data: ProbeInput) -> Measured:
+def measure(data: ProbeInput) -> Result:
     """R2 at every depth, of the model and its controls. Raises UserError for answers that hardly vary at equal k."""
     return measure_simplex(data.capture.batch, data.observations, belief.Read.of(data, collect), data.seed)
 
 
-def measure_simplex(batch: Batch, model: Coordinates, read: belief.Read, seed: int) -> Measured:
+def measure_simplex(batch: Batch, model: Coordinates, read: belief.Read, seed: int) -> Result:
     """`measure` from the coordinates of the model on a batch, and those on the prompts that controls read."""
     truth, of_read = ExactAnswers(batch), ExactAnswers(read.batch)
     rows, k, cluster = truth.observed, truth.k[truth.observed], truth.cluster[truth.observed]
@@ -105,7 +105,7 @@ def measure_simplex(batch: Batch, model: Coordinates, read: belief.Read, seed: i
     for part, r2 in parts.items():
         over = "clusters" + ", fits held fixed" * (part == "chain")
         curves |= r2.labelled(part, MEANINGS[part], over, f"{part}_without", f"{part}_shuffled")
-    return Measured.of(
+    return Result.of(
         "Belief as a point of the simplex",
         curves,
         __name__,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from llmgeom.probes.evidence.answers import PROCESS, RESOLUTION, WEIGHT
 from llmgeom.record import Record
-from llmgeom.result import SENTENCE, Estimate, Measured, labelled, line
+from llmgeom.result import SENTENCE, Estimate, Result, labelled, line
 
 PROFILE = "profile"
 
@@ -33,7 +33,7 @@ def profile(records: Sequence[Record], facts: Mapping[str, object] | None = None
     of_accuracy = "accuracy with the most observations; dashed: the exact observer's"
     of_used, null = "resolution: share of what the evidence says", ("hardest control", [h.control_range for h in used])
     of_weight = "weight of evidence; 1 is Bayes' rule"
-    result = Measured.of(
+    result = Result.of(
         "Profile",
         {
             **line("accuracy", own, "process", "fraction", of_accuracy, interval=("clusters", own_ends),

@@ -32,7 +32,7 @@ from llmgeom.probes.interventions.intervention import (
 )
 from llmgeom.progress import within
 from llmgeom.record import Record
-from llmgeom.result import Estimate, Labelled, Measured, labelled, line
+from llmgeom.result import Estimate, Labelled, Result, labelled, line
 from llmgeom.stats.resampling import jackknife, mean_intervals
 from llmgeom.stats.tests import correlation_test, spearman
 
@@ -256,7 +256,7 @@ def _flat(values: Tensor) -> Tensor:
 
 def measure_axis(
     probe: str, effects: Effects, mode: Mode, layers: Sequence[int], positions: Positions, clusters: np.ndarray
-) -> Measured:
+) -> Result:
     """The result of `edit_axes`; `probe` names the claims. Raises UserError: few clusters."""
     warnings, scale, rho = [], float(effects["scale"]), float(effects["rho"])
     if not (complete := VARIANCE in kinds(effects, mode)):
@@ -284,7 +284,7 @@ def measure_axis(
     of_scale = "KL when the values are replaced by their mean: what there is to lose"
     of_share = "of the standardised variance along the axis, estimation half"
     of_step = "spread sd u: what steering by dose 1 adds to the edited layers' values"
-    return Measured.of(
+    return Result.of(
         "Ablation of the entropy axis",
         {
             "dose": labelled(np.array(DOSES[mode]), "dose", "dose", "of the edit"),
@@ -366,7 +366,7 @@ class AxisProbe:
         each = len(batch) if self.positions == "query" else whole
         return whole + priced(self.first_layers(depth), depth, each * (self.KINDS * draws + len(doses) + 1))
 
-    def measure(self, data: ProbeInput) -> Measured:
+    def measure(self, data: ProbeInput) -> Result:
         """Raises UserError for few clusters."""
         return measure_axis(self.name, data.observations, self.mode, self.layers, self.positions, data.clusters)
 
@@ -381,14 +381,14 @@ class EachLayerProbe(AxisProbe):
     def first_layers(self, depth: int) -> Sequence[int]:
         return range(depth)
 
-    def measure(self, data: ProbeInput) -> Measured:
+    def measure(self, data: ProbeInput) -> Result:
         by_layer = data.observations["by_layer"]
         without = np.flatnonzero(np.isnan(by_layer[:, 0])).tolist()
         layers = f"layer{'s' * (len(without) > 1)} {', '.join(map(str, without))}"
         kl, low, high, scale = np.nan_to_num(by_layer).T
         said, null = "KL(clean || edited), mean over prompts", ("band of the control edits", np.stack([low, high], 1))
         tenth = "a tenth of the KL when the layer's values are replaced by their mean"
-        return Measured.of(
+        return Result.of(
             "Ablation of the entropy axis, layer by layer",
             {
                 **line("kl", kl, "layer", "bits", said, null=null, beside="tenth"),
@@ -411,11 +411,11 @@ class PositiveControlProbe(AxisProbe):
     def effects(self, split: Halves) -> Effects:
         return edit_readout_direction(split, self.controls)
 
-    def measure(self, data: ProbeInput) -> Measured:
+    def measure(self, data: ProbeInput) -> Result:
         """Raises UserError for few clusters."""
         mode: Mode = "project-out"
         said, null = "|change of the log-odds of the two tokens|, mean", "band of random edits of the same size"
-        return Measured.of(
+        return Result.of(
             "Positive control: the read-out direction of two tokens",
             {
                 "dose": labelled(np.array(DOSES[mode]), "dose", "dose", "of the edit"),

@@ -18,11 +18,11 @@ from llmgeom.probe import (
     UNTRAINED,
     Batch,
     Capture,
-    Measured,
     Model,
     Needs,
     Probe,
     ProbeInput,
+    Result,
     Site,
     Unavailable,
     is_control,
@@ -250,7 +250,7 @@ class ComponentProbe:
         edits = priced([layer for layer in first for _ in range(draws)], depth, each, most)
         return read + edits + staged * whole * (1 + 2 * GRADIENTS)
 
-    def measure(self, data: ProbeInput) -> Measured:
+    def measure(self, data: ProbeInput) -> Result:
         """Raises UserError if no ablated component reaches the answers."""
         measure = measure_heads if self.kind == "heads" else measure_blocks
         controls = [one for one in data.control_observations if one]

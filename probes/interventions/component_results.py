@@ -11,7 +11,7 @@ import numpy as np
 from llmgeom.claims import Null, declared, layer_band
 from llmgeom.errors import UserError
 from llmgeom.probes.interventions.intervention import Effects, estimate_against, scale_of_interval
-from llmgeom.result import STRONGEST, Estimate, Figure, Labelled, Measured, labelled, line
+from llmgeom.result import STRONGEST, Estimate, Figure, Labelled, Result, labelled, line
 from llmgeom.stats.resampling import jackknife, mean_intervals, student_quantile
 from llmgeom.stats.tests import spearman
 
@@ -235,7 +235,7 @@ def _edited(effects: Effects, axes: str, *shape: int) -> Labelled | None:
 
 def measure_heads(
     effects: Effects, untrained: Sequence[Effects], method: str, clusters: np.ndarray, positions: str
-) -> Measured:
+) -> Result:
     """Effects of ablating each head, and whether one head stands out, with untrained controls.
 
     The evidence error needs exact answers (for label sequences, over the two labels). The error of entropy, which the
@@ -298,7 +298,7 @@ def measure_heads(
         rise, clean = (effects["mae"] - effects["clean_mae"]).mean(1), effects["clean_mae"].mean()
         arrays["error"] = grid(rise, "rise of |H_model - H_exact|")
         arrays["clean_error"] = labelled(clean, "", "bits", "|H_model - H_exact| of the clean model")
-    return Measured.of(
+    return Result.of(
         HEADS,
         arrays,
         __name__,
@@ -312,7 +312,7 @@ def measure_heads(
 
 def measure_blocks(
     effects: Effects, controls: Sequence[Effects], method: str, clusters: np.ndarray, positions: str
-) -> Measured:
+) -> Result:
     """Effects of ablating each block and its two branches, as `measure_heads`; of means also the MLPs' shares."""
     layers, probe, norms = int(effects["layers"]), _probe(effects, "blocks"), effects["norms"]
     fractions, null = block_fractions(effects, method), [block_fractions(one, method) for one in controls]
@@ -392,7 +392,7 @@ def measure_blocks(
         clean = effects["clean_mae"].mean()
         arrays["clean_error"] = labelled(clean, "", "bits", "|H_model - H_exact| of the clean model")
     arrays["edited"] = _edited(effects, "branch layer", 3, layers)
-    return Measured.of(
+    return Result.of(
         BLOCKS,
         arrays,
         __name__,

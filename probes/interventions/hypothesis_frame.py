@@ -28,7 +28,7 @@ from llmgeom.probe import (
 from llmgeom.probes.interventions.axis import norm_gain
 from llmgeom.probes.key_orthogonality import token_ids
 from llmgeom.probes.shared.nulls import compare, null_band
-from llmgeom.result import Figure, Labelled, Measured, labelled, line
+from llmgeom.result import Figure, Labelled, Result, labelled, line
 from llmgeom.stats.resampling import LEAST_CLUSTERS, band
 
 PROBE = "hypothesis_frame"
@@ -245,12 +245,12 @@ NEEDS = Needs(
 )
 
 
-def measure(data: ProbeInput) -> Measured:
+def measure(data: ProbeInput) -> Result:
     """The result of a run of this module as a probe."""
     return measure_frames(data.observations, data.control_observations)
 
 
-def measure_frames(trained: HypothesisFrames, untrained: Sequence[HypothesisFrames]) -> Measured:
+def measure_frames(trained: HypothesisFrames, untrained: Sequence[HypothesisFrames]) -> Result:
     """Overlaps and match, compared with untrained copies. Raises UserError without untrained copies."""
     if not untrained:
         raise UserError(
@@ -285,7 +285,7 @@ def measure_frames(trained: HypothesisFrames, untrained: Sequence[HypothesisFram
 
     match, random = "value and output of the same token", random_overlap(frames.rank, frames.rank, frames.d_model)
     of_copies = band(np.array([control["match"] for control in controls]).ravel())
-    return Measured.of(
+    return Result.of(
         "Hypothesis frame",
         {
             **overlap("value_out", VALUE_OUT, "value frame in output frame"),

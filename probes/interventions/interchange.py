@@ -43,7 +43,7 @@ from llmgeom.probes.interventions.intervention import (
 )
 from llmgeom.progress import tell
 from llmgeom.provenance import CONTROLS, few_draws
-from llmgeom.result import Labelled, Measured, labelled, line
+from llmgeom.result import Labelled, Result, labelled, line
 from llmgeom.stats.information import bits
 from llmgeom.stats.resampling import LEAST_CLUSTERS, jackknife, mean_intervals
 from llmgeom.stats.ridge_probe import folds
@@ -279,7 +279,7 @@ def _steps(
 
 def measure_interchange(
     trained: Effects, untrained: Sequence[Effects], layers: Sequence[int], clusters: np.ndarray
-) -> Measured:
+) -> Result:
     """The result of `exchange`, with estimates at the declared layers. Raises UserError: few sequences."""
     rows, total, claims = np.arange(len(clusters)), trained["total"].mean(), declared(PROBE)
     interval = jackknife(np.mean, trained["total"], clusters)
@@ -346,7 +346,7 @@ def measure_interchange(
             kind, by_layer.mean(1), "layer", "bits", meaning, null=null, beside="total" * (kind == "whole"),
             interval=("sequences", mean_intervals(by_layer, clusters)),
         )  # fmt: skip
-    return Measured.of(
+    return Result.of(
         "Interchange of evidence",
         arrays,
         __name__,
@@ -409,7 +409,7 @@ class InterchangeProbe:
         patches = 3 if control else 4 + 2 * self.controls
         return read + priced(self.layers, len(subject.blocks), patches * after)
 
-    def measure(self, data: ProbeInput) -> Measured:
+    def measure(self, data: ProbeInput) -> Result:
         """Total and patched effects at every layer, with all controls."""
         clusters = np.array(self.halves[1].x.cluster)
         return measure_interchange(data.observations, data.control_observations, self.layers, clusters)

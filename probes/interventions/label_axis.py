@@ -31,7 +31,7 @@ from llmgeom.probes.interventions.axis_ablation import (
 from llmgeom.probes.interventions.halves import ESTIMATION, EVALUATION, Halves, Positions, check, halves
 from llmgeom.probes.interventions.intervention import Effects, Location
 from llmgeom.probes.labels.directions import LAST, SavedDirection
-from llmgeom.result import Estimate, Measured, labelled
+from llmgeom.result import Estimate, Result, labelled
 
 PROBE = "ablation_label"
 KL, ODDS = "KL of the edit", "log-odds of the answers moved"
@@ -76,7 +76,7 @@ class LabelAxisProbe(AxisProbe):
         more = {"scale": lost["kl"], "scale_odds": lost["odds"], "share": axis.share}
         return effects | {name: np.array(value) for name, value in more.items()}
 
-    def measure(self, data: ProbeInput) -> Measured:
+    def measure(self, data: ProbeInput) -> Result:
         """Estimates against the control edits. Raises UserError for few clusters."""
         effects, warnings, claims = data.observations, [], declared(PROBE)
         scale = {name: float(effects[key]) for name, key in ((KL, "scale"), (ODDS, "scale_odds"))}
@@ -99,7 +99,7 @@ class LabelAxisProbe(AxisProbe):
         said, of_odds = "KL(clean || edited), mean over prompts", "|change of the log-odds of the two answers|"
         of_scale = "KL when the activations are replaced by their mean: what there is to lose"
         of_share = "of the standardised variance along the direction, estimation half"
-        return Measured.of(
+        return Result.of(
             "Ablation of a label's direction",
             {
                 **dose_curve(effects, self.mode, "kl", "bits", said, data.clusters),

@@ -38,7 +38,7 @@ from llmgeom.probes.interventions.intervention import (
 from llmgeom.probes.interventions.text_pairs import ROLES, TextPairs
 from llmgeom.probes.shared.nulls import compare, mean_of
 from llmgeom.progress import tell
-from llmgeom.result import Figure, Measured, labelled, line
+from llmgeom.result import Figure, Result, labelled, line
 from llmgeom.stats.resampling import LEAST_CLUSTERS, band, interval_ends, jackknife, mean_intervals
 
 PROBE = "text_patching"
@@ -365,7 +365,7 @@ class TextPatchingProbe:
         ]
         return 5 * whole + patches + writes + priced(every, depth, np.mean(tokens), most) + 6 * staged * whole
 
-    def measure(self, data: ProbeInput) -> Measured:
+    def measure(self, data: ProbeInput) -> Result:
         """Total effect and heat map. Raises UserError for fewer than 5 clusters."""
         return measure_patching(data.observations, data.control_observations, self.pairs, self.layers, bool(self.along))
 
@@ -376,7 +376,7 @@ def measure_patching(
     pairs: TextPairs,
     layers: Sequence[int],
     along: bool = False,
-) -> Measured:
+) -> Result:
     """`TextPatchingProbe.measure` from the effects of the model and the total effects of the untrained controls.
 
     Args:
@@ -443,7 +443,7 @@ def measure_patching(
     if has_equal:
         meaning = "shift by equal evidence: the residual of another observation with the same mark"
         arrays |= curve_of("equal", meaning, effect["equal"][:, twin], MARK, None, clusters[twin], "")
-    return Measured.of(
+    return Result.of(
         "Interchange of evidence in text",
         arrays | edges,
         __name__,
@@ -483,7 +483,7 @@ def _why_no_edge(found: Mapping[str, np.ndarray], total: np.ndarray) -> str:
     return "no edge carries a tenth of the total effect at the layers that were patched"
 
 
-def edge_lines(measured: Measured) -> Iterator[str]:
+def edge_lines(measured: Result) -> Iterator[str]:
     """The edges as text: a line for each, with its share of the total effect, interval and controls."""
     arrays = measured.arrays
     if "edge" not in arrays:

@@ -125,7 +125,7 @@ def measure(x: Layers, untrained: Sequence[Layers], batch: Batch, probe: LabelPr
 
     data = ProbeInput(capture(x), np.zeros(n), untrained=tuple(map(capture, untrained)), seed=seed)
     with in_float64("label probe"):
-        measured = mine.measure(data).lowered()
+        measured = mine.measure(data)
     stated = {"llmgeom": __version__, "claims_hash": claims.digest(), "seed": seed, "nulls": len(untrained)}
     stated |= {"target": probe.target, "given": ",".join(given) or "none", "prompts_hash": sha256(x.tobytes())}
     prediction = tuple(round(float(v), 6) for v in measured.arrays["probe_prediction"])

@@ -18,7 +18,7 @@ from llmgeom.probe import MOST_PROMPTS, Model, Needs, Observer, ProbeInput, Step
 from llmgeom.probes.shared.nulls import permutation_null
 from llmgeom.prompts.columns import CHOICES, MESSAGES
 from llmgeom.record import Record
-from llmgeom.result import Estimate, Measured, labelled, line
+from llmgeom.result import Estimate, Result, labelled, line
 from llmgeom.stats.label_scores import (
     BINS,
     brier,
@@ -50,7 +50,7 @@ def scored(
     names: tuple[str, ...] = (),
     entropy: np.ndarray | None = None,
     tokens: np.ndarray | None = None,
-) -> Measured:
+) -> Result:
     """Accuracy, calibration and ranking of answers, with intervals by cluster.
 
     The control of most scores permutes the right answers. If these have too few orders (`few_orders`; only one if all
@@ -110,7 +110,7 @@ def scored(
         "entropy": labelled(entropy, "prompt", "bits", asked),
         "tokens": labelled(tokens, "prompt", "count", "tokens of each prompt"),
     }
-    return Measured.of(
+    return Result.of(
         TITLE,
         shown,
         __name__,
@@ -162,7 +162,7 @@ class AnswersProbe:
         """Only the observer; controls come from the answers themselves."""
         return Needs(controls=frozenset(), control_prompts=MOST_PROMPTS, observers=(NEXT,))
 
-    def measure(self, data: ProbeInput) -> Measured:
+    def measure(self, data: ProbeInput) -> Result:
         """Accuracy, calibration and ranking, with intervals by cluster."""
         capture, rows = data.capture, data.capture.prompt.numpy()
         inputs = len(capture.lengths)

@@ -37,7 +37,7 @@ from llmgeom.probes.labels.inputs import (
     transferred,
 )
 from llmgeom.probes.shared.nulls import permutation_null
-from llmgeom.result import SENTENCE, Estimate, Figure, Labelled, Measured, labelled, read_texts
+from llmgeom.result import SENTENCE, Estimate, Figure, Labelled, Result, labelled, read_texts
 from llmgeom.stats import ridge_probe
 from llmgeom.stats.label_scores import METRICS, bounds, chance, classified, coded, moved, require_orders
 from llmgeom.stats.nested_probe import (
@@ -121,7 +121,7 @@ class LabelProbe:
         """The sites, in the model and in every control."""
         return Needs(frozenset(self.sites), control_prompts=MOST_PROMPTS)
 
-    def measure(self, data: ProbeInput) -> Measured:
+    def measure(self, data: ProbeInput) -> Result:
         """The label at every layer, its controls, the claim, and the direction.
 
         Raises UserError: a label, confound or layer that cannot be used.
@@ -276,7 +276,7 @@ class _Measurement:
 
     # -- the parts
 
-    def result(self, every: _Measurement | None) -> Measured:
+    def result(self, every: _Measurement | None) -> Result:
         """The whole result; `every` is the measurement on all prompts, if the controls read a subset."""
         raw, estimates, score = self.own, [self.claim()], METRICS[self.target.kind]
         if self.design.confounds is not None:
@@ -367,7 +367,7 @@ class _Measurement:
         present = {name: one for name, one in shown.items() if one is not None}
         if odd := [name for name, (_, array) in present.items() if not np.isfinite(array).all()]:
             raise ValueError(f"{odd[0]} is not finite")  # no NaN travels
-        return Measured(  # not Measured.of: the residual stream has one layer more than other sites
+        return Result(  # not Result.of: the residual stream has one layer more than other sites
             TITLE, **read_texts(__name__)[TITLE], estimates=tuple(estimates),
             quantities={name: declared for name, (declared, _) in present.items()},
             arrays={name: array for name, (_, array) in present.items()},

@@ -15,7 +15,7 @@ from torch import Tensor
 from llmgeom.answers import corrupt_targets
 from llmgeom.probe import UNTRAINED, Batch, Capture, Model, Needs, Observer, ProbeInput, Step, UserError
 from llmgeom.probes.posterior.scores import Evaluation, PosteriorScores, Scores, score
-from llmgeom.result import Measured
+from llmgeom.result import Result
 from llmgeom.world import Categorical, Split, World, hashed, seeded
 
 AT_ONCE = 10_000  # sequences drawn together
@@ -135,7 +135,7 @@ class Grades:
         return {f"table of {self.table.sequences:,} seen": self.evaluation.scores(answers)}
 
 
-Ask = Callable[[Grades], Measured]
+Ask = Callable[[Grades], Result]
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class GradeProbe:
     def _answers(self, captures: Mapping[str, Capture], _: Any) -> dict[str, Tensor]:
         return {name: observed_answers(captures[name]) for name in (MAIN, *[SEEN] * self.seen)}
 
-    def measure(self, data: ProbeInput) -> Measured:
+    def measure(self, data: ProbeInput) -> Result:
         """Raises UserError if the question has no answer on this task or for this model."""
         read = data.observations, data.control_observations
         return self.ask(Grades(self.evaluation, *read, self.drawn, self.corrupt, self.states_held_out))

@@ -21,7 +21,7 @@ from llmgeom.probes.length_generalisation import (
 )
 from llmgeom.probes.posterior.grading import MAIN, SEEN, Grades, StateTable
 from llmgeom.probes.posterior.scores import LAST, CategoricalScores, GaussianScores, PosteriorScores, mae_abs, mae_mean
-from llmgeom.result import Estimate, Measured, labelled, line
+from llmgeom.result import Estimate, Result, labelled, line
 from llmgeom.stats.rare_failures import Cut
 from llmgeom.stats.resampling import jackknife_of_means, mean_intervals
 from llmgeom.stats.weighing import LEAST_BITS, Weighing
@@ -38,7 +38,7 @@ SKILL = 0.5
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
 
-def distance(probe: str, notes: Sequence[str], grades: Grades) -> Measured:
+def distance(probe: str, notes: Sequence[str], grades: Grades) -> Result:
     """Distance within the horizon to the posterior or (probe MIXTURE) to the mixture of corrupted targets.
 
     Rivals are listed with the trivial predictors, but skill is never relative to a rival. Raises UserError: every
@@ -70,7 +70,7 @@ def distance(probe: str, notes: Sequence[str], grades: Grades) -> Measured:
     every, unit = predictors.values(), "bits"
     means, spans = [x.kl.mean() for x in every], mean_intervals([x.kl.mean(1) for x in every])
     of_entropy = "entropy of the model's answer, mean over sequences"
-    return Measured.of(
+    return Result.of(
         "Distance to the mixture of the training targets" if probe == MIXTURE else "Distance to the posterior",
         {
             **curves(model.kl, [control.kl for control in controls], trivial[best].kl),
@@ -184,7 +184,7 @@ def rare(probe: str, name: str, above: Cut, null: str, centre: float, n: int, un
     return planned(estimated, FAILURES.needed(claim.effect * unit))
 
 
-def calibration(grades: Grades) -> Measured:
+def calibration(grades: Grades) -> Result:
     """Frequencies of outcomes within the horizon compared with the model's probabilities."""
     every = [x.at(grades.scores.within) for x in (grades.scores.own, grades.scores.exact, *grades.control_scores)]
     if numbers := [x for x in every if isinstance(x, GaussianScores)]:
@@ -192,13 +192,13 @@ def calibration(grades: Grades) -> Measured:
     return _tenths(*[x for x in every if isinstance(x, CategoricalScores)])
 
 
-def _residuals(model: GaussianScores, exact: GaussianScores, *controls: GaussianScores) -> Measured:
+def _residuals(model: GaussianScores, exact: GaussianScores, *controls: GaussianScores) -> Result:
     def error(square: np.ndarray) -> np.ndarray:
         return np.abs(np.sqrt(square) - 1)
 
     name, unit = "|rms of standardised residuals - 1|", "standard deviations"
     own, of_exact = (np.sqrt(np.square(x.residual).mean(0)) for x in (model, exact))
-    return Measured.of(
+    return Result.of(
         "Calibration of predicted numbers",
         {
             **line("rms", own, "query", unit, "rms of standardised residuals", beside="rms_exact"),
@@ -215,7 +215,7 @@ def _squares(scores: GaussianScores) -> np.ndarray:
     return np.square(scores.residual).mean(1)
 
 
-def _tenths(model: CategoricalScores, exact: CategoricalScores, *controls: CategoricalScores) -> Measured:
+def _tenths(model: CategoricalScores, exact: CategoricalScores, *controls: CategoricalScores) -> Result:
     queries = model.kl.shape[1]
     predicted, exact_p, drawn, count = model.tally.sum((0, 1)).T
     rows = count > 0
@@ -225,7 +225,7 @@ def _tenths(model: CategoricalScores, exact: CategoricalScores, *controls: Categ
 
     p, exact_of_p, share = (x[rows] / count[rows] for x in (predicted, exact_p, drawn))
     right, most = "accuracy: the likeliest outcome is the one drawn", exact.right.mean()
-    return Measured.of(
+    return Result.of(
         "Calibration",
         {
             "predicted": labelled(p, "predicted", "probability", "predicted probability of outcomes"),
@@ -249,7 +249,7 @@ def _tenths(model: CategoricalScores, exact: CategoricalScores, *controls: Categ
     )
 
 
-def horizon(grades: Grades) -> Measured:
+def horizon(grades: Grades) -> Result:
     """Divergence at all queries; at least one must lie beyond the horizon."""
     scores = grades.scores
     trivial = scores.trivial[scores.best].kl
@@ -259,7 +259,7 @@ def horizon(grades: Grades) -> Measured:
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 
-def memory(notes: Sequence[str], grades: Grades) -> Measured:
+def memory(notes: Sequence[str], grades: Grades) -> Result:
     """KL on held-out minus seen hypotheses. Raises UserError if a table would pass, or the model infers too little."""
     evaluation, scores = grades.evaluation, grades.scores
     if why := evaluation.task.memorisable:
@@ -271,7 +271,7 @@ def memory(notes: Sequence[str], grades: Grades) -> Measured:
         require_useless(grades.table, rival.kl, scores)
     controls = [shown.scores(forms[SEEN]).kl[:, scores.within].mean(1) for forms in grades.untrained]
     interval, said = ("sequences", mean_intervals(out.T)), "KL on held-out hypotheses, mean over sequences"
-    return Measured.of(
+    return Result.of(
         "Seen and held-out hypotheses",
         {
             **line("held_out", out.mean(0), "query", "bits", said, interval=interval, beside="seen"),
@@ -287,7 +287,7 @@ def memory(notes: Sequence[str], grades: Grades) -> Measured:
     )
 
 
-def states(notes: Sequence[str], grades: Grades) -> Measured:
+def states(notes: Sequence[str], grades: Grades) -> Result:
     """KL in held-out minus seen states of the evidence."""
     inputs = grades.evaluation.batch.tokens.data
     return measure_states(grades.scores, grades.evaluation.task.held_out_states(inputs).numpy(), notes)
@@ -295,7 +295,7 @@ def states(notes: Sequence[str], grades: Grades) -> Measured:
 
 def measure_states(
     scores: PosteriorScores, held_out: Bool[np.ndarray, "sequence query"], notes: Sequence[str] = ()
-) -> Measured:
+) -> Result:
     """KL in held-out states minus KL in seen states at the same query, mean over sequences.
 
     A sequence without a held-out state does not count; one with several counts once, by their mean. The mean of seen
@@ -321,7 +321,7 @@ def measure_states(
     kl, out = kl[:, both], out[:, both]
     name, difference = "KL, held-out less seen states", FAILURES.matched(FAILURES.clip(kl), out)
     own, seen = ((kl * where).sum(0) / where.sum(0).clip(min=1) for where in (out, ~out))
-    return Measured.of(
+    return Result.of(
         "Seen and held-out states",
         {
             **line("held_out", own, "query", "bits", "KL in held-out states, mean over sequences", beside="seen"),

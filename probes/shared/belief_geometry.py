@@ -11,7 +11,7 @@ import torch
 from llmgeom.claims import Claim
 from llmgeom.probe import LEAST_SEQUENCES, UNTRAINED, WHOLE, Capture, ProbeInput, Site, Unavailable
 from llmgeom.probes.shared.nulls import compare, null_band
-from llmgeom.result import Estimate, Figure, Labelled, Measured, labelled, line
+from llmgeom.result import Estimate, Figure, Labelled, Result, labelled, line
 from llmgeom.stats.ridge_probe import folds, read
 
 MOST_ROWS = 1000  # rows of whole sequences, in random order; more would only cost time
@@ -91,7 +91,7 @@ def some_sequences(capture: Capture, seed: int) -> np.ndarray:
     return np.flatnonzero(kept & np.isin(prompt, order[total <= MOST_ROWS]))
 
 
-def measure_belief(view: ProbeInput) -> Measured:
+def measure_belief(view: ProbeInput) -> Result:
     """R2 of the belief at every depth, of the model and of its untrained copies; and the pictures of the beliefs.
 
     R2 = 1 - sum |b - read-out|^2 / sum |b - mean|^2 over rows and states, the mean over other sequences at the same
@@ -129,7 +129,7 @@ def measure_belief(view: ProbeInput) -> Measured:
     axes, unit, likeliest = "prompt component", "probability", Figure("scatter", colour="likeliest")
     of_layers, held = Figure("scatter", colour="likeliest", layers="held_layers"), "as the residual stream holds it"
     copy = "as an untrained copy holds it after the last layer"
-    return Measured.of(
+    return Result.of(
         "Belief about the hidden state",
         {
             **curves,

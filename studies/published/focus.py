@@ -12,7 +12,7 @@ from llmgeom.claims import declared
 from llmgeom.probe import SHUFFLED, UNTRAINED, Capture, Needs, Observer, ProbeInput, Site, Step
 from llmgeom.probes.attention_focus import focusing
 from llmgeom.probes.shared.nulls import HARDEST_BAND, compare, null_band
-from llmgeom.result import Measured, line
+from llmgeom.result import Result, line
 from llmgeom.stats.information import bits
 from studies.published import CLAIMS_FOLDER
 
@@ -41,7 +41,7 @@ NEEDS = Needs(
 )
 
 
-def measure(view: ProbeInput) -> Measured:
+def measure(view: ProbeInput) -> Result:
     """Both forms with their nulls. Raises UserError if the first layer's attention has no entropy."""
     controls = {UNTRAINED: [*map(_final, view.untrained)], SHUFFLED: [*map(_final, view.shuffled)]}
     forms: dict[str, tuple[np.ndarray, Mapping[str, list[np.ndarray]]]] = {
@@ -58,7 +58,7 @@ def measure(view: ProbeInput) -> Measured:
     word = "above" if estimates[0].value > THRESHOLD else "not above"
     (final, every), of_copies = (forms[name][0].mean(1) for name in (FINAL, EVERY)), "band of untrained copies"
     hardest, copies = (HARDEST_BAND, bands[FINAL]), (of_copies, bands[EVERY])
-    return Measured.of(
+    return Result.of(
         "Attention focus, as published",
         {
             **line("final", final, "layer", "bits", "attention entropy, final token", null=hardest),

@@ -12,7 +12,7 @@ from llmgeom.model.weights import key_weight
 from llmgeom.probe import UNTRAINED, Batch, Capture, Model, Needs, ProbeInput, Site, UserError
 from llmgeom.probes.key_orthogonality import as_array, token_ids
 from llmgeom.probes.shared.nulls import compare, mean_of
-from llmgeom.result import Measured, line
+from llmgeom.result import Result, line
 from llmgeom.stats.resampling import LEAST_CLUSTERS
 from llmgeom.stats.similarity import cosines, mean_abs_cosine, pair_mean, random_cosine
 from studies.published import CLAIMS_FOLDER
@@ -61,7 +61,7 @@ NEEDS = Needs(
 )
 
 
-def measure(view: ProbeInput) -> Measured:
+def measure(view: ProbeInput) -> Result:
     """Each definition with its null. Raises Unavailable if the weights cannot be read."""
     model = view.observations
     untrained = view.control_observations
@@ -88,7 +88,7 @@ def measure(view: ProbeInput) -> Measured:
     cut = f"{kv_heads} key heads are cut into {model.heads} pieces of {head_dim * kv_heads // model.heads}"
     middles, ends = [(low + high) / 2 for _, low, high in ranges], [(low, high) for _, low, high in ranges]
     quoted, said = ("what is quoted", ends), "what a random W_K gives, as quoted and exactly"
-    return Measured.of(
+    return Result.of(
         "Key orthogonality, as published",
         {
             **line("columns", model.columns.mean(1), "layer", "|cos|", "columns of W_K, mean over heads"),

@@ -17,7 +17,7 @@ from llmgeom.probes.evidence.predictions import (
     by_sample,
     label_entropy,
 )
-from llmgeom.result import Estimate, Measured, labelled, line
+from llmgeom.result import Estimate, Result, labelled, line
 from llmgeom.stats.pca import standardised
 from llmgeom.stats.resampling import Clusters, Interval, in_groups, jackknife
 from llmgeom.stats.tests import regrouped_interval, spearman
@@ -44,7 +44,7 @@ NEEDS = Needs(
 )
 
 
-def measure(data: ProbeInput) -> Measured:
+def measure(data: ProbeInput) -> Result:
     """The published numbers. Raises UserError: no coordinate varies, or few pairs of labels."""
 
     def values(capture: Capture) -> np.ndarray:
@@ -56,7 +56,7 @@ def measure(data: ProbeInput) -> Measured:
 
 def measure_published(
     truth: Mapping[str, ExactAnswers], models: Sequence[Mapping[str, LabelPredictions]], vectors: Sequence[np.ndarray]
-) -> Measured:
+) -> Result:
     """`measure` from exact answers and predictions by sample, and values of the last layer [prompt coordinate]: of the
     model, then of its untrained controls."""
     main = truth[MAIN]
@@ -105,7 +105,7 @@ def measure_published(
         np.abs(removed @ axes[0]).max() / np.abs(along[0]).max(),
     )
     said, before = "entropy of the two labels, mean over prompts", "number of labelled words before the question"
-    return Measured.of(
+    return Result.of(
         "In-context evidence, as published",
         {
             "k": labelled(np.array(ks, dtype=float), "k", "observations", before),

@@ -14,7 +14,7 @@ from llmgeom.model.batching import BatchRules, plan_batches
 from llmgeom.probe import SHUFFLED, UNTRAINED, Batch, Capture, Model, Needs, ProbeInput, Rows, Site, UserError
 from llmgeom.probes.shared.matrices import as_matrix
 from llmgeom.probes.shared.nulls import compare
-from llmgeom.result import Estimate, Figure, Measured, labelled, line
+from llmgeom.result import Estimate, Figure, Result, labelled, line
 from llmgeom.stats.pca import shares, standardised
 from studies.published import CLAIMS_FOLDER
 
@@ -80,7 +80,7 @@ NEEDS = Needs(
 )
 
 
-def measure(view: ProbeInput) -> Measured:
+def measure(view: ProbeInput) -> Result:
     """Every published variant with its nulls. Raises UserError if no coordinate varies, or for too few clusters."""
     values = _last(view.capture)
     variants: dict[str, tuple[Shares, np.ndarray, list[np.ndarray], list[np.ndarray]]] = {}
@@ -104,7 +104,7 @@ def measure(view: ProbeInput) -> Measured:
         "PC1 and PC2 of centred values, last layer",
     )
     share, of_share = view.observations.true if view.observations else 1.0, "of those taken for values, that are values"
-    return Measured.of(
+    return Result.of(
         "Value manifold, as published",
         {
             **line("bootstrap", bootstrap, "bootstrapped", "fraction", said),
