@@ -330,9 +330,9 @@ class _Measurement:
         each = [f"{site}: {facts[f'{WHERE}{site}']}" for site in sites]
         at = "; ".join(f"in {site} {facts[f'{WHERE}{site}']}" for site in sites)
         facts[SENTENCE] = f"“{self.target.name}” is readable {at if len(sites) > 1 else facts[f'{WHERE}{sites[0]}']}"
-        for site in sites if every else ():
-            assert every
-            curve(f"{site.replace(' ', '_')}_all_prompts", every, site, every.permuted(site), [])
+        if every is not None:
+            for site in sites:
+                curve(f"{site.replace(' ', '_')}_all_prompts", every, site, every.permuted(site), [])
         alone, unexplained = self.explained()
         if alone:
             ticks["confound"], what = tuple(alone), "confound: held-out score of a probe that reads this confound alone"
