@@ -34,17 +34,19 @@ def _curves(measured: Result) -> Iterator[dict[str, Any]]:
     """A picture of each site; then the score by the number of prompts."""
     arrays = measured.arrays
     sites = [name.removesuffix(SCORE) for name in arrays if f"{name.removesuffix(SCORE)}_band" in arrays]
-    for site in [name for name in sites if not name.endswith("_all_prompts")]:
+    sites = [name for name in sites if not name.endswith("_all_prompts")]
+    (site_of, layer), (position, *_) = measured.ticks["place"], measured.ticks["position"]
+    chosen = site_of if position == "last" else f"{site_of}_{position}"
+    for site in sites:
         score, interval, band = (np.asarray(arrays[f"{site}_{what}"]) for what in ("score", "interval", "band"))
         x = np.array(measured.ticks.get("layer", range(len(score))), dtype=float)
         lines = np.atleast_2d(arrays.get(f"{site}_controls", np.empty((0, len(x)))))
         names = measured.ticks.get("control", ())
         above = interval[:, 0] > band[:, 1]
-        place, best = measured.ticks["place"], None
-        if site.split("_")[0] == str(place[0]).split("_")[0] and place[1] in x:
-            best = int(np.flatnonzero(x == place[1])[0])
+        best = int(np.flatnonzero(x == layer)[0]) if site == chosen and layer in x else None
         title = f"{site.replace('_', ' ')}, held-out {measured.quantities[f'{site}_score'].unit} by layer"
-        yield _drawn(title, x, score, interval, band, list(zip(names, lines, strict=False)), above, best)
+        drawn = _drawn(title, x, score, interval, band, list(zip(names, lines, strict=False)), above, best)
+        yield drawn | {"wide": len(sites) == 1}
     if "by_number_score" in arrays:
         x = np.array(measured.ticks["rows"], dtype=float)
         score, ends = np.asarray(arrays["by_number_score"]), np.asarray(arrays["by_number_range"])
@@ -98,7 +100,7 @@ def _drawn(
         "best": None if best is None else (across(x[best]), f"{x[best]:g}: {score[best]:.2f}", x[best] > x.mean()),
         "x": [(across(value), f"{value:g}") for value in shown],
         "y": [(up(value), short(value)) for value in ticks],
-        "wide": band is not None,
+        "wide": False,
     }
 
 
