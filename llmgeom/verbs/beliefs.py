@@ -45,23 +45,23 @@ class Compared(Reading):
     """A curve with others beside it.
 
     Attributes:
-        beside: Array -> what is drawn beside it: name -> an array, or one number for all places.
+        lines: Array -> what is drawn beside it: name -> an array, or one number for all places.
         log: Whether the places are drawn on a logarithmic scale.
     """
 
-    beside: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    lines: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     log: bool = False
 
     def _curve(self, name: str, array: np.ndarray) -> Any:
         figure, places = super()._curve(name, array), list(*self.coords.values())
         dashes = ("dash", "dot", "dashdot", "longdash")
-        for i, (other, numbers) in enumerate(self.beside.get(name, {}).items()):
+        for i, (other, numbers) in enumerate(self.lines.get(name, {}).items()):
             line = {"color": (ORANGE, GREY, "#117733", "#1a1a1a")[i % 4], "dash": dashes[i % 4], "width": 2}
             y = np.broadcast_to(numbers, len(places))
             figure.add_scatter(x=places, y=y, name=other, line=line, mode="lines")
         if self.log:
             figure.update_xaxes(type="log", tickvals=places)
-        return figure.update_layout(legend={"orientation": "h", "y": -0.2}, margin={"l": 60, "r": 20})
+        return figure
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -235,8 +235,8 @@ def beliefs(subject: Any, world: Any, sequences: int, length: int, rendering: st
         last = symbols.numpy()[:, half:] + count * which[:, None]
         use = used(subject, second, tokens, {layer: own[layer].float().numpy()[fitted] for layer in chosen},
                    target[fitted], answer[fitted], last.ravel(), late, seed)  # fmt: skip
-    lines = {f"last {k} symbols": found[f"last {k} symbols"] for k in (2, 3, 6)}
-    beside = {"R2": lines | {name: values[name] for name in (SHUFFLED, ABLATED) if name in values}}
+    lines = {"R2": {f"last {k} symbols": found[f"last {k} symbols"] for k in (2, 3, 6)}}
+    lines["R2"] |= {name: values[name] for name in (SHUFFLED, ABLATED) if name in values}
     who = called(subject)
     return Beliefs(
         f"{who}, belief about {title} in {sequences} sequences of {length} symbols",
@@ -246,7 +246,7 @@ def beliefs(subject: Any, world: Any, sequences: int, length: int, rendering: st
         attrs={"sequences": sequences, "symbols": length, "rows": len(late), "best rival": best, "draws": controls,
                "world": title, "rendering": rendering, "seed": seed, **_overall(answer[fitted], said[fitted], late),
                "mass of the symbols": float(mass[fitted].mean())},
-        beside=beside,
+        lines=lines,
         rivals=found,
         answers=_answers(who, np.tile(places, sequences), length, cluster, answer, said, mass, counters, by_place),
         used=use,
@@ -305,7 +305,7 @@ def _answers(
         units={KL: "bits"} | {f"KL of {name}": "bits" for name in others},
         bands={"95 % interval over sequences": ("{}, low", "{}, high")},
         attrs={"best counter": least},
-        beside={KL: drawn, "R2 of the belief": {name: values[name] for name in by_place if name == MIXED}},
+        lines={KL: drawn, "R2 of the belief": {name: values[name] for name in by_place if name == MIXED}},
         log=True,
     )
 
