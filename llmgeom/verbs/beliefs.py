@@ -110,7 +110,7 @@ class Beliefs(Compared):
             figure.add_trace(line, **where)
             figure.update_xaxes(visible=False, range=[-1.1, 1.1], **where)
             figure.update_yaxes(
-                visible=False, range=[-0.6 if truth.shape[1] == 3 else -1.1, 1.1], scaleanchor=f"x{i + 1}", **where
+                visible=False, range=[-0.6 if truth.shape[1] == 3 else -1.1, 1.25], scaleanchor=f"x{i + 1}", **where
             )
         at = list(self.points).index("read-out")
         steps = []
@@ -119,7 +119,7 @@ class Beliefs(Compared):
             said = {f"annotations[{at}].text": title("read-out", layer)}
             steps.append({"method": "update", "label": str(layer), "args": [{"x": [x], "y": [y]}, said, [2 * at]]})
         slider = {"active": best, "currentvalue": {"prefix": "layer "}, "steps": steps, "pad": {"t": 10}}
-        figure.update_annotations(font_size=13)
+        figure.update_annotations(font_size=13, yshift=-16)  # within the panel: a page takes the margin away
         figure = self._dressed(figure, 310 * -(-len(self.points) // 2))
         return figure.update_layout(sliders=[slider], margin={"l": 10, "r": 10, "t": 30, "b": 60})
 
