@@ -37,14 +37,15 @@ class RunConfig(PictureConfig):
     Output,
     examples=[
         'llmgeom lens "The capital of France is"',
-        "llmgeom lens --model EleutherAI/pythia-410m --prompts mine.txt",
+        "llmgeom lens --model EleutherAI/pythia-410m --prompts mine.txt --transport pythia-410m_jacobian_lens.pt",
     ],
 )
 def main(settings: RunConfig, output: Output) -> int:
     """The logit lens: what the residual stream predicts after each layer (nostalgebraist 2020).
 
     Of one PROMPT the top token at each layer and position; of the prompts of a file entropy, divergence from the final
-    distribution and the layer from which the answer is on top, beside untrained copies and shuffled prompts.
+    distribution and the layer from which the answer is on top, beside untrained copies and shuffled prompts. With
+    --transport the same by a Jacobian lens (Gurnee et al. 2026); `fit_lens` in Python fits one.
     """
     if bool(settings.prompt) == bool(settings.prompts):
         raise UserError('lens: give one prompt, e.g. llmgeom lens "The capital of France is", or --prompts FILE')

@@ -43,8 +43,8 @@ class RunConfig(config.ChatConfig):
         "residual", "What is patched, of prompts; edges: each head's direct path to the reader of --to."
     )
     to: str = prompt_flag("", "With --at edges: LAYER.HEAD.key (or query, value) that reads. [default: the answer]")
-    metric: Literal["logit difference", "log-probability"] = prompt_flag(
-        "logit difference", "Of the two answers, or of the first one."
+    metric: Literal["logit-difference", "log-probability"] = prompt_flag(
+        "logit-difference", "Of the two answers, or of the first one."
     )
     task: str | None = flag(None, "NAME or NAME:field=value,... [default: the task the model was trained on]")
     process: str | None = flag(None, "A process in text instead, e.g. two-point (`llmgeom list worlds`).")
@@ -130,7 +130,7 @@ def look(subject: Model, settings: RunConfig) -> Shown:
     else:
         clean, corrupt = [str(settings.clean)], [str(settings.corrupt)]
         answers = [tuple(following(subject, word) for word in settings.answers)]
-    options: dict[str, Any] = {"at": settings.at, "metric": settings.metric}
+    options: dict[str, Any] = {"at": settings.at, "metric": settings.metric.replace("logit-", "logit ")}
     if settings.to:
         parts = settings.to.split(".")
         if len(parts) != 3 or not (parts[0].isdigit() and parts[1].isdigit()):
