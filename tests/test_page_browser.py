@@ -163,6 +163,7 @@ def test_sections_are_folded_and_drawn_when_they_are_opened(chromium, tmp_path):
         assert tall < 12_000 and words < 6_000 and stops <= 120 and forest < 900
         assert view.locator(".js-plotly-plot").count() == 0 and view.locator(".plot").count() == 7
         view.locator("#manifold summary").first.click()
+        view.locator("#manifold .plot").first.scroll_into_view_if_needed()
         until(view, "document.querySelectorAll('#manifold .js-plotly-plot .main-svg').length > 0")
         assert view.locator("#focus .js-plotly-plot").count() == 0
         assert view.seen["messages"] == []
