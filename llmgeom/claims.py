@@ -85,7 +85,7 @@ def _entry(entry: Mapping, where: str) -> Claim:
         raise ValueError(f"{where}: {', '.join(missing)} missing")
     if not 0 < claim.effect < math.inf:
         raise ValueError(f"{where}: effect is {claim.effect:g}; give a number above 0")
-    ends = claim.range if isinstance(claim.range, list | tuple) else ()
+    ends: Sequence[float] = claim.range if isinstance(claim.range, list | tuple) else ()
     if [type(end) for end in ends] != [float, float] or not ends[0] < ends[1]:
         raise ValueError(f"{where}: range is {claim.range!r}; expected [0.0, 1.0], say")
     if claim.equivalence and not claim.claim:

@@ -125,7 +125,6 @@ for name, scores in found.trivial.items():
 # cell is `probes/odds_line.py`, and `llmgeom scan` finds it by being there.
 
 # %%
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -133,7 +132,7 @@ import numpy as np
 from llmgeom import Site
 from llmgeom.claims import Claim, Null, estimate, layer_band
 from llmgeom.probe import NO_CONTEXT, UNTRAINED, Needs, ProbeInput, exact_answers
-from llmgeom.result import Estimate, Figure, Result as Base, quantity
+from llmgeom.result import Result, line
 from llmgeom.stats.resampling import Interval
 from llmgeom.stats.ridge_probe import decodability, decodability_interval, folds, read
 
@@ -150,24 +149,6 @@ CLAIM = Claim(
 NEEDS = Needs(frozenset({Site.RESIDUAL}), controls={UNTRAINED, NO_CONTEXT}, check=exact_answers)
 
 
-@dataclass(frozen=True)
-class Result(Base):
-    """What a linear map misses of the exact log-odds, depth by depth."""
-
-    TITLE = "The line of log-odds"
-    MEANING = "0 where a linear map reads off the exact log-odds of the next ball, 1 where only their mean can be."
-    COMPUTED = "1 - held-out R2 of ridge regression on the residual at the final token, 5 folds of whole sequences."
-    NULL = "Untrained copies, read alike."
-    FAILURE_MODES = "That it can be read does not say that it is used. Log-odds here are nearly a count."
-
-    missed: np.ndarray = quantity(
-        "depth", "fraction", "variance of the log-odds that a line misses", Figure("curve", band="missed_null")
-    )
-    missed_null: np.ndarray = quantity("depth bound", "fraction", "the same, untrained models")
-    estimates: tuple[Estimate, ...]
-    warnings: tuple[str, ...] = ()
-
-
 def measure(view: ProbeInput) -> Result:
     log_p = view.capture.exact.predictive.double().numpy()
     odds, fold = log_p[:, 1] - log_p[:, 0], folds(view.clusters, view.seed)
@@ -179,9 +160,18 @@ def measure(view: ProbeInput) -> Result:
     last = view.capture.layers(Site.RESIDUAL)[-1].double().numpy()
     r2 = decodability_interval(last, read(last, odds[:, None], fold), view.clusters)
     interval = Interval(1 - r2.high, 1 - r2.low, r2.level, r2.method)
-    null = Null.of("untrained", untrained[:, -1], "lower")
-    row = estimate(CLAIM, own[-1], interval, [null], n=len(odds), clusters=len(set(view.clusters)))
-    return Result(missed=own, missed_null=layer_band({"untrained": untrained}, "lower"), estimates=(row,))
+    copies = Null.of("untrained", untrained[:, -1], "lower")
+    row = estimate(CLAIM, own[-1], interval, [copies], n=len(odds), clusters=len(set(view.clusters)))
+    null = ("the same, untrained models", layer_band({"untrained": untrained}, "lower"))
+    return Result.of(
+        "The line of log-odds",
+        line("missed", own, "depth", "fraction", "variance of the log-odds that a line misses", null=null),
+        estimates=(row,),
+        meaning="0 where a linear map reads off the exact log-odds of the next ball, 1 where only their mean can be.",
+        computed="1 - held-out R2 of ridge regression on the residual at the final token, 5 folds of whole sequences.",
+        null="Untrained copies, read alike.",
+        failure_modes="That it can be read does not say that it is used. Log-odds here are nearly a count.",
+    )
 
 
 odds_line = SimpleNamespace(NEEDS=NEEDS, measure=measure)
