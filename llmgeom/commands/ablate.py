@@ -58,11 +58,12 @@ class RunConfig(config.ChatConfig):
     controls: int = axis_flag(39, "Draws of each control edit.", least=1, name="--random-edits")
     task: str | None = component_flag(None, "Use sequences of this task. [default: the model's own, if any]")
     exact: bool = component_flag(
-        False, "Edit every head. By default of more than 96 the 24 largest by gradients, and 24 others at random."
+        False,
+        "Edit every head or block. By default, of more than 60, the largest by gradients, and others at random.",
     )
     nulls: int | None = component_flag(
         None,
-        "Untrained copies, as controls. [default: 8; 4 for heads of prompts, of which there is no claim]",
+        "Untrained copies, as controls. [default: 8 where a claim names them, else 4]",
         least=1,
         name="--control-models",
     )
