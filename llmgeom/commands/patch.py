@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, groupby
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from llmgeom.commands import config
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from llmgeom.model.model import Model
     from llmgeom.plan import Plan
     from llmgeom.probes.labels.directions import SavedDirection
-    from llmgeom.record import Record
     from llmgeom.world import World
 
 SHOWN = 4  # places that the terminal names
@@ -99,7 +98,7 @@ def main(settings: RunConfig, output: JobOutput) -> int:
         refuse_beside_prompts(settings, output)
         return run(settings, output, lambda subject: look(subject, settings))
     settings.refuse_unread(("answers", "at", "to", "metric"), "no --clean, --corrupt or --pairs")
-    return prepare(settings).show(output, edges if settings.process else None)
+    return prepare(settings).show(output)
 
 
 def refuse_beside_prompts(settings: RunConfig, output: JobOutput) -> None:
@@ -293,13 +292,6 @@ def _of_process(settings: RunConfig, spec: str, layers: str) -> Job:
     )
     content = {} if saved is None else {"along": saved.plain}
     return Job(settings, located, f"patch-{config.safe(text.title(process))}", ask, content)
-
-
-def edges(record: Record) -> Iterator[str]:
-    """The edges of attention that carry evidence in text, as lines."""
-    from llmgeom.probes.interventions.text_patching import edge_lines
-
-    return chain.from_iterable(edge_lines(measured) for measured in record.results.values())
 
 
 def question_of_text(

@@ -6,14 +6,13 @@ Patches act at one position, or along one edge of attention to a later position.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from llmgeom.claims import declared, layer_band
@@ -412,14 +411,38 @@ def measure_patching(
 
     twin = (pairs.equal >= 0).numpy()
     has_equal = len(set(clusters[twin])) >= LEAST_CLUSTERS
-    names, edges = _edges(effect, total, clusters)
-    notes, mark, last = [*_notes(cells.mean(-1), total.mean(), layers)], cells[:, MARK], cells[:, LAST]
+    mark, last, mean, notes, warnings = cells[:, MARK], cells[:, LAST], total.mean(), [], []
+    if abs(mean) < LEAST_SHIFT:
+        notes.append(f"the answers do not follow the evidence: the total effect is {mean:.3g} bits")
+    else:
+        shares = cells.mean(-1) / mean
+        largest = [
+            f"layer {layer}: {ROLES[row.argmax()]} {row.max():.0%}" for layer, row in zip(layers, shares, strict=True)
+        ]
+        notes.append("the position with the largest share of the total effect, at the input of " + "; ".join(largest))
     if "edited" in effect:
         count = [int((effect["edited"] == stage).sum()) for stage in (1, 2)]
         notes.append(
             f"patched: the {count[0]} of {cells[..., 0].size} layers and positions that are largest by gradients, and "
             f"{count[1]} others at random; the others, with their controls, are estimated. --exact patches all"
         )
+    if along:
+        warnings += [NO_VARIANCE] * (VARIANCE not in kinds)
+        for i, layer in enumerate(layers):
+            for place, role in enumerate(PLACES):
+                bands = {kind: band(draws[i, place]) for kind, draws in kinds.items()}
+                said = ", ".join(f"{kind} {low:.2f} to {high:.2f}" for kind, (low, high) in bands.items())
+                shift = f"{ROLES[role]}: {cells[i, role].mean():.2f} bits; {said}"
+                notes.append(f"along the direction alone, layer {layer}, {shift}")
+    names, edges = _edges(effect, total, clusters)
+    if names:
+        each = zip(names, *(edges[key][1] for key in ("edge", "edge_interval")), strict=True)
+        said = "; ".join(f"{name} {share:.2f} [{low:.2f}, {high:.2f}]" for name, share, (low, high) in each)
+        notes.append(f"the largest edges of attention, in shares of the total effect: {said}")
+    elif "edge" in effect:
+        unmeasured[EDGE] = "no edge carries a tenth of the total effect at the layers that were patched"
+    else:
+        unmeasured[EDGE] = notes[0] if abs(mean) < LEAST_SHIFT else "what attention writes is not known in this model"
     at, map_of = "shift by a patch at the {}", {"axes": "layer position", "figure": Figure("heatmap")}
     arrays = {
         "cells": labelled(
@@ -434,9 +457,7 @@ def measure_patching(
             meaning="1: measured by a patch; 0: estimated from gradients, times what patches of a sample give",
             **map_of,
         ),
-        "total": labelled(
-            np.full(len(layers), total.mean()), "layer", "bits", "total effect, the same for every layer"
-        ),
+        "total": labelled(np.full(len(layers), mean), "layer", "bits", "total effect, the same for every layer"),
         **curve_of("mark", at.format("changed mark"), mark, MARK, random[0], clusters, "total"),
         **curve_of("last", at.format("last token"), last, LAST, random[1], clusters, "total"),
     }
@@ -449,9 +470,9 @@ def measure_patching(
         __name__,
         estimates=tuple(estimates),
         ticks={"layer": tuple(layers), "position": ROLES} | ({"edge": names} if names else {}),
-        notes=(*notes, *(_along(mark, last, kinds, layers) if along else ())),
-        warnings=(NO_VARIANCE,) * (along and VARIANCE not in kinds),
-        unmeasured=unmeasured | ({} if names else {EDGE: _why_no_edge(effect, total)}),
+        notes=tuple(notes),
+        warnings=tuple(warnings),
+        unmeasured=unmeasured,
     )
 
 
@@ -475,52 +496,5 @@ def _edges(
     return names, shares | {"edge_equal": labelled(equal.mean(1) / whole, "edge", unit, equals)}
 
 
-def _why_no_edge(found: Mapping[str, np.ndarray], total: np.ndarray) -> str:
-    if abs(total.mean()) < LEAST_SHIFT:
-        return f"the answers do not follow the evidence: the total effect is {total.mean():.3g} bits"
-    if "edge" not in found:
-        return "what attention writes is not known in this model"
-    return "no edge carries a tenth of the total effect at the layers that were patched"
-
-
-def edge_lines(measured: Result) -> Iterator[str]:
-    """The edges as text: a line for each, with its share of the total effect, interval and controls."""
-    arrays = measured.arrays
-    if "edge" not in arrays:
-        return
-    names = measured.ticks["edge"]
-    width = max(map(len, names)) + 2
-    yield f"{'layer: from -> to':{width}} share of the total effect   equal evidence   random writes of equal size"
-    for name, share, (low, high), equal, (least, most) in zip(
-        names, *(arrays[key] for key in ("edge", "edge_interval", "edge_equal", "edge_null")), strict=True
-    ):
-        placebo = f"{equal:.2f}" if ROLES[MARK] + " ->" in name else "-"
-        yield f"{name:{width}} {share:5.2f} [{low:.2f}, {high:.2f}]       {placebo:>14}   {least:.2f} to {most:.2f}"
-
-
 def _ratio(values: np.ndarray, over: np.ndarray, rows: np.ndarray) -> float:
     return float(values[rows].mean() / over[rows].mean())
-
-
-def _along(
-    mark: np.ndarray, last: np.ndarray, kinds: Mapping[str, np.ndarray], layers: Sequence[int]
-) -> tuple[str, ...]:
-    """Notes on the effect of the exchange along the direction, with the band of each kind of control."""
-    notes = []
-    for i, layer in enumerate(layers):
-        for place, (name, shift) in enumerate(((ROLES[MARK], mark), (ROLES[LAST], last))):
-            bands = {kind: band(draws[i, place]) for kind, draws in kinds.items()}
-            controls = ", ".join(f"{kind} {low:.2f} to {high:.2f}" for kind, (low, high) in bands.items())
-            notes.append(f"along the direction alone, layer {layer}, {name}: {shift[i].mean():.2f} bits; {controls}")
-    return tuple(notes)
-
-
-def _notes(cells: Float[np.ndarray, "layer role"], total: float, layers: Sequence[int]) -> tuple[str, ...]:
-    """A note on the position with the largest share of the total effect, layer by layer."""
-    if abs(total) < LEAST_SHIFT:
-        return (f"the answers do not follow the evidence: the total effect is {total:.3g} bits",)
-    positions = []
-    for layer, row in zip(layers, cells, strict=True):
-        shares = row / total
-        positions.append(f"layer {layer}: {ROLES[int(shares.argmax())]} {shares.max():.0%}")
-    return ("the position with the largest share of the total effect, at the input of " + "; ".join(positions),)
