@@ -24,6 +24,7 @@ from llmgeom.probes.interventions.intervention import (
     Moves,
     Runner,
     chosen_layers,
+    copies_of,
     estimate_against,
     priced,
     rescaled,
@@ -364,7 +365,8 @@ class AxisProbe:
         draws = sum(self.controls if dose in DECISIVE[self.mode] else few for dose in doses)
         whole = int(batch.tokens.lengths.sum())
         each = len(batch) if self.positions == "query" else whole
-        return whole + priced(self.first_layers(depth), depth, each * (self.KINDS * draws + len(doses) + 1))
+        every = [layer for layer in self.first_layers(depth) for _ in range(self.KINDS * draws + len(doses) + 1)]
+        return whole + priced(every, depth, each, copies_of(batch, subject))
 
     def measure(self, data: ProbeInput) -> Result:
         """Raises UserError for few clusters."""

@@ -237,7 +237,7 @@ class ComponentProbe:
             staged = False
         read = everywhere * whole  # where the means come from
         if control and not self.exact and self.task is None and n > OF_COPY:
-            whole, n = whole * OF_COPY // n, OF_COPY
+            whole, batch, n = whole * OF_COPY // n, batch.take(range(OF_COPY)), OF_COPY
         read += whole  # the clean pass
         if self.method == "resample":
             read, draws = read + everywhere * whole, DONORS
@@ -245,9 +245,8 @@ class ComponentProbe:
             number, all_of = stages(self.kind, control)
             some = 2 * number * (3 - len(all_of) if self.kind == "blocks" else 1)
             first = [i * depth // some for i in range(some)] + [*range(depth)] * len(all_of)
-        most = copies_of(n, subject.facts["vocabulary"])
         each = whole if everywhere or self.task is not None else n
-        edits = priced([layer for layer in first for _ in range(draws)], depth, each, most)
+        edits = priced([layer for layer in first for _ in range(draws)], depth, each, copies_of(batch, subject))
         return read + edits + staged * whole * (1 + 2 * GRADIENTS)
 
     def measure(self, data: ProbeInput) -> Result:

@@ -37,6 +37,7 @@ from llmgeom.probes.interventions.intervention import (
     Runner,
     add,
     chosen_layers,
+    copies_of,
     estimate_against,
     priced,
     rescaled,
@@ -401,13 +402,12 @@ class InterchangeProbe:
 
     def priced(self, subject: Model, batch: Batch, control: bool = False) -> float:
         """Tokens of whole passes that the patches of one model take."""
-        lengths = batch.tokens.lengths
+        lengths, patches = batch.tokens.lengths, 3 if control else 4 + 2 * self.controls
         after = int((lengths - self.halves[1].at.int().argmax(1)).sum())
-        read = (8 - control) * int(
-            lengths.sum()
-        )  # residuals of both halves, x and x', donors, the clean pass and totals
-        patches = 3 if control else 4 + 2 * self.controls
-        return read + priced(self.layers, len(subject.blocks), patches * after)
+        # Residuals of both halves, x and x', donors, the clean pass and totals.
+        read = (8 - control) * int(lengths.sum())
+        every = [layer for layer in self.layers for _ in range(patches)]
+        return read + priced(every, len(subject.blocks), after, copies_of(batch, subject))
 
     def measure(self, data: ProbeInput) -> Result:
         """Total and patched effects at every layer, with all controls."""

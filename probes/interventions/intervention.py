@@ -139,8 +139,7 @@ class Runner:
             key = tuple(self._first(one).tolist()) if self.compared and self.clean else ()
             groups[key].append(i)
         found: dict[int, dict[str, np.ndarray]] = {}
-        rows = len(self.batch) if self.batch.query is None else int(self.batch.query.sum())
-        most = copies_of(rows, self.subject.facts["vocabulary"]) - self.compared
+        most = copies_of(self.batch, self.subject) - self.compared
         for group in groups.values():
             order = sorted(group, key=lambda i: begins[i])
             lowest = [begins[i] for i in order]
@@ -391,9 +390,10 @@ def two_stages(
     return {outcome: values, "edited": edited, "rough": led(rough), "total_error": error, "off": off}
 
 
-def copies_of(rows: int, vocabulary: int) -> int:
-    """The most copies of a batch with so many read rows in a pass."""
-    return min(COPIES, max(2, NUMBERS // (rows * vocabulary)))
+def copies_of(batch: Batch, subject: Model) -> int:
+    """The most copies of a batch in a pass."""
+    rows = len(batch) if batch.query is None else int(batch.query.sum())
+    return min(COPIES, max(2, NUMBERS // (rows * subject.facts["vocabulary"])))
 
 
 def together(begins: Sequence[int], depth: int, most: int, more: int = 1) -> list[range]:

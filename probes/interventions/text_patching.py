@@ -342,7 +342,7 @@ class TextPatchingProbe:
     def priced(self, subject: Model, batch: Batch, control: bool = False) -> float:
         """Tokens of whole passes that the patches of one model take, if it follows the evidence: edges, too."""
         lengths, depth, role, n = batch.tokens.lengths, len(subject.blocks), self.pairs.role, len(batch)
-        whole, most = int(lengths.sum()), copies_of(n, subject.facts["vocabulary"])
+        whole, most = int(lengths.sum()), copies_of(batch, subject)
         if control:
             return 2 * whole * min(1, OF_COPY / n)
         tokens = [int((lengths - ((role == one) | (role == LAST)).int().argmax(1)).sum()) for one in range(len(ROLES))]
