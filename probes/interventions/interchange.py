@@ -54,14 +54,7 @@ PROBE, TOTAL, COPIES = "interchange", "total effect", "untrained controls"
 DECLARED_LAYERS = {0: "at the embedding", 1: "after the first layer"}  # the inputs of layers 0 and 1
 SUBSPACES = 39  # random controls
 RANDOM, AS_FAR = RANDOMS = "random subspaces", "random subspaces, moved as far"
-KINDS = {
-    "whole": "effect of the whole patch",
-    "frame": "effect of the patch in the frame",
-    "rest": "effect of the patch outside the frame",
-    "placebo": "effect of the placebo",
-    RANDOM: "",
-    AS_FAR: "",
-}
+KINDS = ("whole", "frame", "rest", "placebo", *RANDOMS)
 POOL = 4096  # sequences searched for donors of the placebo
 DIFFER = 0.01  # least difference of a probability: closer answers cannot show which sequence was read
 
@@ -327,26 +320,25 @@ def measure_interchange(
     def number(values: np.ndarray, meaning: str, unit: str = "bits") -> Labelled | None:
         return labelled(values, "layer", unit, meaning)
 
+    def curve(kind: str, meaning: str, **more: Any) -> dict[str, Labelled | None]:
+        by_layer = moved[kind][:, 0]
+        more["interval"] = "sequences", mean_intervals(by_layer, clusters)
+        return line(kind, by_layer.mean(1), "layer", "bits", f"effect of the {meaning}", **more)
+
+    # Every layer has draws.
+    null = "band of random subspaces, the higher kind", np.concatenate([one for one in bands if one is not None])
+    lost = trained["placebo/lost"][:, 0].mean(1)
     arrays: dict[str, Labelled | None] = {
+        **curve("whole", "whole patch", beside="total"),
         "total": number(np.full(len(layers), total), "total effect, the same for every layer"),
+        **curve("frame", "patch in the frame", null=null),
         "random": number(moved[RANDOM].mean((1, 2)), "effect of patches in random subspaces, mean over draws"),
         "as_far": number(moved[AS_FAR].mean((1, 2)), "the same, moved as far as the frame, mean over draws"),
-        "placebo_lost": number(
-            trained["placebo/lost"][:, 0].mean(1), "rise of KL(p || q) by the placebo, p the answer to x"
-        ),
+        **curve("rest", "patch outside the frame"),
+        **curve("placebo", "placebo"),
+        "placebo_lost": number(lost, "rise of KL(p || q) by the placebo, p the answer to x"),
         "dimensions": number(trained["dimensions"].astype(float), "of the frame", "dimensions"),
     }
-    for kind, meaning in KINDS.items():
-        if kind in RANDOMS:
-            continue
-        by_layer = moved[kind][:, 0]
-        null = ("", None)
-        if kind == "frame":  # every layer has draws
-            null = "band of random subspaces, the higher kind", np.concatenate([b for b in bands if b is not None])
-        arrays |= line(
-            kind, by_layer.mean(1), "layer", "bits", meaning, null=null, beside="total" * (kind == "whole"),
-            interval=("sequences", mean_intervals(by_layer, clusters)),
-        )  # fmt: skip
     return Result.of(
         "Interchange of evidence",
         arrays,
