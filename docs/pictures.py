@@ -67,8 +67,9 @@ def verbs(model: Model) -> dict[str, Figure]:
     bad = ["terrible", "awful", "dreadful", "horrible", "boring", "dull", "poor", "nasty"]
     words = [word for word in good + bad for thing in ("film", "meal", "trip")]
     texts = [f"The {thing} was {word}, I think" for word in good + bad for thing in ("film", "meal", "trip")]
-    mixed = [text for text in Domain("mixed").sample(200, 5).text if 18 <= len(model.tokenizer(text)["input_ids"]) <= 24]
-    jacobian = model.fit_lens(mixed[:32], rows=72)
+    mixed = Domain("mixed").sample(200, 5).text
+    short = [text for text in mixed if 18 <= len(model.tokenizer(text)["input_ids"]) <= 24]
+    jacobian = model.fit_lens(short[:32], rows=72)
     return {
         "jacobian": model.lens("The capital of France is", transport=jacobian).plot("Jacobian probability"),
         "lens": model.lens("The capital of France is").plot(),
