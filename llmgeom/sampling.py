@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import torch
 from jaxtyping import Bool, Float, Int
-from scipy import stats
+from scipy import special
 from torch import Tensor
 
 
@@ -46,7 +46,7 @@ def uniforms(generator: Generator, *shape: int) -> Float[Tensor, "..."]:
 def normals(generator: Generator, *shape: int) -> Float[Tensor, "..."]:
     """Standard normal numbers: float32, of `Lots` float64."""
     if isinstance(generator, Lots):
-        return torch.from_numpy(stats.norm.ppf(generator.random(shape).numpy()))
+        return torch.from_numpy(special.ndtri(generator.random(shape).numpy()))
     return torch.randn(shape, generator=generator, device=generator.device)
 
 
@@ -65,7 +65,7 @@ def permutations(n: int, size: int, generator: Generator) -> Int[Tensor, "n size
 def dirichlet(shape: tuple[int, ...], generator: Generator, a: float = 1.0) -> Float[Tensor, "..."]:
     """Rows of Dirichlet(a, ..., a): Gamma variables divided by their sum."""
     if isinstance(generator, Lots):
-        weight = torch.from_numpy(stats.gamma.ppf(generator.random(shape).numpy(), a))
+        weight = torch.from_numpy(special.gammaincinv(a, generator.random(shape).numpy()))
     elif a == 1:
         weight = torch.empty(shape, device=generator.device).exponential_(generator=generator)
     else:
@@ -76,7 +76,7 @@ def dirichlet(shape: tuple[int, ...], generator: Generator, a: float = 1.0) -> F
 def beta(n: int, a: float, b: float, generator: Generator) -> Float[Tensor, "n 1"]:
     """Numbers from Beta(a, b): X / (X + Y) of two Gamma variables."""
     if isinstance(generator, Lots):
-        return torch.from_numpy(stats.beta.ppf(generator.random((n, 1)).numpy(), a, b))
+        return torch.from_numpy(special.betaincinv(a, b, generator.random((n, 1)).numpy()))
     gamma = torch._standard_gamma(constants([a, b], generator.device).expand(n, 2), generator=generator)
     return (gamma[:, :1] / gamma.sum(1, keepdim=True)).float()
 

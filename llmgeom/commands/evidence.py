@@ -255,15 +255,17 @@ def question(subject: Model, world: World, settings: RunConfig) -> Plan:
 
     if subject.tokenizer is None:
         raise UserError(f"{subject.name} {NO_TOKENIZER}")
-    options = {"ks": settings.ks, "surfaces": settings.surfaces, "positions": subject.facts["positions"]}
+    ks = settings.ks or world.KS
+    options = {"surfaces": settings.surfaces, "positions": subject.facts["positions"]}
     drawn = partial(text.sample, world, settings.n, settings.seed, subject.tokenizer, **options)
     probes: dict[str, Any] = {answers.PROCESS: answers, belief.BELIEF: belief, coordinates.COORDINATES: coordinates}
     conditions = {}
-    if isinstance(world, Exchangeable) and world.outcomes == 2 and max(settings.ks or world.KS) >= 2:
-        conditions = {name: drawn(condition=name) for name in controls.VARIANTS}
+    if isinstance(world, Exchangeable) and world.outcomes == 2 and max(ks) >= controls.LEAST_SHOWN:
+        changed = [k for k in ks if k >= controls.LEAST_SHOWN]
+        conditions = {name: drawn(ks=changed, condition=name) for name in controls.VARIANTS}
         probes[controls.CONTROLS] = controls
     return Plan.of(
-        subject, drawn(), probes, settings.nulls, settings.seed, settings.batch_tokens, conditions, whole=False
+        subject, drawn(ks=ks), probes, settings.nulls, settings.seed, settings.batch_tokens, conditions, whole=False
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.stats import t as student
+from scipy.special import stdtrit
 from torch import Tensor
 
 from llmgeom.batch import Batch, Prompts
@@ -137,7 +137,7 @@ def _at_the_last_token(
 def interval(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Student's 95 % interval of the mean over the last axis."""
     n = rows.shape[-1]
-    half = student.ppf(0.975, n - 1) * rows.std(-1, ddof=1) / n**0.5
+    half = stdtrit(n - 1, 0.975) * rows.std(-1, ddof=1) / n**0.5
     return rows.mean(-1) - half, rows.mean(-1) + half
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from llmgeom.claims import Null, declared
-from llmgeom.probe import NO_CONTEXT, Batch, ProbeInput, UserError
+from llmgeom.probe import NO_CONTEXT, Batch, Needs, ProbeInput, UserError, exact_answers
 from llmgeom.probes.evidence.depths import exchanged
-from llmgeom.probes.evidence.predictions import CONTROL_PROMPTS, LABEL_NEEDS, ExactAnswers, LabelPredictions
+from llmgeom.probes.evidence.predictions import CONTROL_PROMPTS, LABELS, MAIN, ExactAnswers, LabelPredictions
 from llmgeom.probes.shared.nulls import Statistic, compare
 from llmgeom.result import SENTENCE, Estimate, Labelled, Result, labelled, line
 from llmgeom.stats.information import bits, kl
@@ -42,7 +42,13 @@ TIE = 1e-9
 CLAIMS = declared(PROCESS)
 # Untrained copies are no control: they have the resolution of shuffled evidence (SmolLM2, 8 copies on two-point: -.06
 # to -.01, and -.03 to .01), and eight of them were two thirds of the tokens of a run.
-NEEDS = replace(LABEL_NEEDS, controls=frozenset({NO_CONTEXT}), control_prompts=CONTROL_PROMPTS)
+NEEDS = Needs(
+    controls=frozenset({NO_CONTEXT}),
+    control_prompts=CONTROL_PROMPTS,
+    check=exact_answers,
+    observers=(LABELS,),
+    collect=lambda captures, _: LabelPredictions.of(captures[MAIN]),
+)
 
 
 def measure(data: ProbeInput) -> Result:

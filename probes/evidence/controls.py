@@ -29,6 +29,7 @@ CONTROLS = "sula_controls"
 CLAIMS = declared(CONTROLS)
 OTHERS, AT_RANDOM = "answers to other prompts", "conditions exchanged at random"
 DRAWS = 19  # of each control
+LEAST_SHOWN = 2  # observations of a prompt that conditions change
 # Untrained copies are no control: they hardly move, whatever the prompt, and were half of the tokens of a run.
 NEEDS = Needs(
     controls=frozenset(),
@@ -42,6 +43,9 @@ NEEDS = Needs(
 def measure(data: ProbeInput) -> Result:
     """Movement of the answers under changes with a known effect."""
     truth, (model,) = by_sample(data, (MAIN, *VARIANTS), copies=0)
+    for name, of in truth.items():
+        rows = np.flatnonzero(of.k >= LEAST_SHOWN)
+        truth[name], model[name] = ExactAnswers(of.batch.take(rows)), model[name].of_rows(rows)
     return measure_controls(truth, model, data.seed)
 
 
@@ -52,7 +56,7 @@ def measure_controls(truth: Mapping[str, ExactAnswers], own: Mapping[str, LabelP
     many labels; alike and alternating labels are exchanged in a random half of the prompts.
     """
     (alike, mixed), main, rng = ENDS, truth[MAIN], np.random.default_rng([seed, 29])
-    rows, cluster = np.flatnonzero(main.k >= 2), main.cluster
+    rows, cluster = np.flatnonzero(main.k >= LEAST_SHOWN), main.cluster
     others = [{**own, **{name: own[name].of_rows(order) for name in MOVED}} for order in exchanged(main.k, DRAWS, rng)]
     coins = rng.random((DRAWS, len(main.k))) < 0.5
     at_random = [{**own, alike: own[alike].or_else(own[mixed], coin), mixed: own[mixed].or_else(own[alike], coin)}

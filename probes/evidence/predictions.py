@@ -13,7 +13,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from llmgeom.model.tokenizing import after_space
-from llmgeom.probe import UNTRAINED, Batch, Capture, Needs, Observer, ProbeInput, Step, UserError, exact_answers
+from llmgeom.probe import Batch, Capture, Observer, ProbeInput, Step, UserError
 from llmgeom.stats.information import bits
 
 MAIN = ""
@@ -75,13 +75,6 @@ LABELS = Observer("labels", _labels, samples=(MAIN, *VARIANTS), version="1")
 # Prompts that controls read. A control is one number, or a band of several: a hundred prompts place it well enough, and
 # controls are most of the tokens of a run.
 CONTROL_PROMPTS = 100
-# Needs of a probe that reads only label predictions of the main sample.
-LABEL_NEEDS = Needs(
-    controls=frozenset({UNTRAINED}),
-    check=exact_answers,
-    observers=(LABELS,),
-    collect=lambda captures, _: LabelPredictions.of(captures[MAIN]),
-)
 
 
 def label_words(batch: Batch) -> list[tuple[str, ...]]:
