@@ -22,6 +22,7 @@ from llmgeom.commands.config import ModelConfig
 from llmgeom.model import hub
 from llmgeom.model.forward import probe_batch
 from llmgeom.model.loading import default_dtype, usable
+from llmgeom.model.resume import FEW
 from llmgeom.optional import undisturbed
 from llmgeom.plan import MAIN, Plan
 from llmgeom.probe import UNTRAINED, Batch, Model
@@ -102,7 +103,8 @@ def price(
             if UNTRAINED in probe.NEEDS.controls:
                 read = min(copies, getattr(probe, "copies", copies))
                 edited += read * probe.priced(who, plan.inputs[MAIN], control=True)
-        read = sum(int(work.runs.sum()) for work in works)
+        # Of a pass whose last positions run alone, some inputs run whole before, too (`model.resume.alone`).
+        read = sum(int(work.runs.sum()) + work.alone * int(work.tokens.lengths[:FEW].sum() + FEW) for work in works)
         sources[str(plan.batch.source.get("name", "prompts"))] = {
             "prompts": len(plan.batch),
             "clusters": len(set(plan.batch.cluster)),

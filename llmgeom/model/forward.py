@@ -210,7 +210,7 @@ class Unembedding:
     def __call__(self, residual: Float[Tensor, "row d_model"]) -> Float[Tensor, "row vocabulary"]:
         """Log-probabilities in nats, float32, where the residual is."""
         hidden = self.norm(residual.to(next(self.head.parameters()).device, self.dtype)[:, None])
-        return self.logits(hidden)[:, 0].float().log_softmax(-1).to(residual.device)
+        return self.logits(hidden)[:, 0].log_softmax(-1, dtype=torch.float32).to(residual.device)
 
 
 class _Given(nn.Module):

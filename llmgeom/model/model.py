@@ -224,10 +224,14 @@ class Model(Verbs):
                 else:
                     last = None  # released before the next one is made
                     model = controls.untrained(self.model, seed)
+                alike = self if model is running_model else last
+                lens = None if alike is None else vars(alike).get("_unembed")
                 if last is not None and last.model is model:
                     last = replace(last, facts={**last.facts, **facts})
                 else:
                     last = self._other(model, facts)
+                if lens is not None:  # through the same modules; to find them takes a pass
+                    vars(last)["_unembed"] = lens
                 return last
 
             yield control

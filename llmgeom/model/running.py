@@ -259,7 +259,7 @@ def one_pass(reader: Reader, plan: Pass, members: list[int]) -> Callable[[], dic
     _check_pass(reader, plan, recorder)
     tensors: dict[Any, Tensor] = {key: tensor for key, tensor in recorder.kept.items() if plan.keeps(key)}
     if plan.sites & OUTPUTS or plan.observers:
-        log_probs = logits.float().log_softmax(-1)
+        log_probs = logits.log_softmax(-1, dtype=torch.float32)
         tensors |= {(site, -1): tensor for site, tensor in _outputs(log_probs, plan.sites)}
     if plan.everywhere and resumed is not None:
         for key, ran in recorder.kept_everywhere.items():
