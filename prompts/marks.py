@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -28,13 +28,13 @@ def neutral() -> tuple[str, ...]:
     return tuple(sorted((line for line in lines if not line.startswith("#")), key=sha256))
 
 
-def single_tokens(tokenizer: Any, words: Iterable[str]) -> dict[str, int]:
+@functools.lru_cache(maxsize=32)  # in a chat template it takes longer than all else of a sample
+def single_tokens(tokenizer: Any, words: tuple[str, ...]) -> dict[str, int]:
     """Word -> token id, for the words that are one and the same token after every surface's question.
 
     A word w counts if the tokens of `question + " " + w` are those of `question` and one more. " w" encoded alone may
     differ: some tokenizers add a space before a text.
     """
-    words = list(dict.fromkeys(words))
     ids: dict[str, set[int]] = {word: set() for word in words}
     for surface in SURFACES.values():
         question = surface.prompt("", ("B", "C"), ("stone",), ())
@@ -71,13 +71,13 @@ def mark_sets(tokenizer: Any, size: int) -> tuple[tuple[str, ...], ...]:
     model, the words are those of the pocket models; two that such a model saw together in training are never in one
     set. Raises UserError: the tokenizer gives fewer than 5 sets.
     """
-    words = list(nonce.LABELS)
+    words = [*nonce.LABELS]
     # In a pocket model's tokenizer other words of one token are pieces of words, which were never marks in training: 10
     # of 26 sets of four contained one.
-    if tokenizer is not None and len(single_tokens(tokenizer, words)) < len(words):
+    if tokenizer is not None and len(single_tokens(tokenizer, tuple(words))) < len(words):
         words = list(single_tokens(tokenizer, neutral()))
         if len(words) < LEAST_SETS * size:
-            words += [*single_tokens(tokenizer, LETTERS)]
+            words += [*single_tokens(tokenizer, tuple(LETTERS))]
     together = frozenset(nonce.pairs(Part.TRAINED))
     left = words
     sets: list[tuple[str, ...]] = []

@@ -6,9 +6,11 @@ import torch
 
 from llmgeom.batch import Batch
 from llmgeom.errors import Unavailable
+from llmgeom.model import running
 from llmgeom.model.capture import Site
 from llmgeom.model.model import Model
 from llmgeom.model.no_context import FOLDS, NoContext
+from llmgeom.model.passes import plan_capture
 from llmgeom.plan import Plan
 from llmgeom.probe import NO_CONTEXT, Needs, probe
 from llmgeom.run import run_probes
@@ -42,6 +44,28 @@ def test_the_means_are_those_of_every_real_position_of_other_clusters(name):
         expected = whole.attn_out[:, others].mean(1)
         torch.testing.assert_close(means[fold], expected, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(means[-1], whole.attn_out.mean(1), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("mixing", [False, True])
+def test_the_last_position_runs_alone_and_is_what_it_is_in_the_whole_pass(name, mixing, monkeypatch):
+    """A family that also mixes positions in another way than attention is noticed, and every position runs."""
+    subject = Model.of(FAMILIES[name].model(), name=name)
+    batch, sites, ran = ragged(), {Site.ATTN_OUT, Site.RESIDUAL, Site.ENTROPY}, []
+    control = NoContext.of(subject, batch, 0)
+    means = torch.randn(max(control.fold.values()) + 2, len(subject.blocks), subject.facts["d_model"])
+    edits = [control.edit(batch, means)]
+    if mixing:
+        embedding = subject.model.get_input_embeddings()
+        embedding.register_forward_hook(lambda _m, _a, out: out + 0.1 * out.cumsum(1))
+    whole = subject.capture(batch, sites, edits)
+    plan = plan_capture(subject, batch, sites, edits, alone=True)
+    one_pass = running.one_pass
+    monkeypatch.setattr(running, "one_pass", lambda *a: ran.append(a[1].resume) or one_pass(*a))
+    alone = running.gather(subject, plan)
+    assert (ran[-1] is None) == mixing
+    for key, tensor in whole.tensors.items():
+        torch.testing.assert_close(alone.tensors[key], tensor, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "phi", "gpt2", "gemma2"])

@@ -15,10 +15,10 @@ from llmgeom.model import controls, running
 from llmgeom.model.capture import Site
 from llmgeom.model.model import Model
 from llmgeom.model.passes import Observer
-from llmgeom.plan import MAIN
-from llmgeom.probe import NO_CONTEXT, PERMUTED, UNTRAINED, Needs, ProbeInput, probe
+from llmgeom.plan import MAIN, Plan
+from llmgeom.probe import CONTROLS, NO_CONTEXT, PERMUTED, UNTRAINED, Needs, ProbeInput, probe
 from llmgeom.probes import known
-from llmgeom.run import run_probes
+from llmgeom.run import Run, read_all, run_probes
 from tests.refusals import refused
 from tests.test_scan import Seen
 
@@ -69,6 +69,26 @@ def test_every_model_reads_every_prompt_of_all_samples_once(pythia, passed):
         of_model = {ids: n for (model, ids), n in passed.items() if model == seed}
         assert set(of_model.values()) == {1} and len(of_model) == len(union), seed
     assert {model for model, _ in passed} == {None, 1, 2, NO_CONTEXT} and values_of_keys
+
+
+def test_runs_that_are_read_together_draw_each_copy_once_and_are_what_they_are_alone(pythia, monkeypatch):
+    def look(data):
+        draws = (*data.untrained, *data.permuted, *data.shuffled, data.no_context)
+        return Seen(mean=np.array([one.value[-1].double().mean().item() for one in draws]))
+
+    every = {"look": probe(Needs({Site.VALUE}, controls={*CONTROLS}))(look)}
+    plans = [Plan.of(pythia, texts(*rows), every, 6, 0) for rows in (range(12), range(20, 33))]
+    alone, drawn = [Run(plan).record() for plan in plans], []
+    for name in ("_drawn", "permute"):
+        inner = getattr(controls, name)
+        monkeypatch.setattr(controls, name, lambda *a, inner=inner, **o: drawn.append(a[1]) or inner(*a, **o))
+    runs = {str(i): Run(plan) for i, plan in enumerate(plans)}
+    read_all(runs)
+    assert drawn == [*range(1, 7), *(f"permuted {seed}" for seed in range(1, 6))]
+    for run, record in zip(runs.values(), alone, strict=True):
+        found = run.record().results["look"].arrays["mean"]
+        assert len(drawn) == 11 and np.array_equal(found, record.results["look"].arrays["mean"])
+        assert len(found) == 6 + 5 + 6 + 1 == len(set(found))
 
 
 def test_samples_that_overlap_hold_what_each_prompt_gives_alone(pythia):

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from llmgeom.batch import Batch, Tokens
 from llmgeom.commands.scan import RunConfig, perform as perform_scan, prepare
 from llmgeom.errors import Unavailable
-from llmgeom.model import hub
+from llmgeom.model import hub, running
 from llmgeom.model.capture import Site
 from llmgeom.model.model import Model
 from llmgeom.model.tokenizing import shuffle
@@ -215,6 +215,21 @@ def test_a_domain_is_compared_with_mixed_prompts_and_mixed_prompts_say_why_they_
     assert not any(h.name.startswith("gain in") for h in mixed.results["value_manifold"].estimates)
     focus = {h.name for h in math.results["attention_focus"].estimates}
     assert focus == {"focusing", "focusing without the first token", "weight on the first token"}
+
+
+def test_a_preview_reads_its_own_prompts_alone(folder, tmp_path, monkeypatch):
+    """No pool, no sample to compare with, no probe of weights."""
+    read = []
+    one_pass = running.one_pass
+    monkeypatch.setattr(running, "one_pass", lambda *a: read.append(len(a[2])) or one_pass(*a))
+    asked = prepare(RunConfig(model=folder, domains=("math", "mixed"), n=20, limit=100, out=str(tmp_path / "run")))
+    subject = asked.settings.load()
+    _ = subject.unembed  # found by trial
+    read.clear()
+    seen = [record for _, record in perform_scan(asked, subject, preview=True)]
+    assert sum(read) == 2 * 20
+    assert not any(h.claim for record in seen for of in record.results.values() for h in of.estimates)
+    assert all("attention_focus" in record.results for record in seen) and (tmp_path / "run" / "report.html").exists()
 
 
 def test_documents_of_a_folder_are_scanned_stratified(folder, tmp_path):
