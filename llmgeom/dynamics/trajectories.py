@@ -56,7 +56,7 @@ def over_training(steps: Sequence[int], records: Mapping[int, Record]) -> dict[s
                 axis,
                 next(iter(every)).unit,
                 name,
-                interval=(f"clusters{of_difference}", [metric.deciding_interval for metric in every]),
+                interval=(f"the units of its metric{of_difference}", [metric.deciding_interval for metric in every]),
                 null=(decides, [metric.control_range for metric in every]),
             )
         first = next(iter(measured.values()))
