@@ -45,11 +45,11 @@ def _function(self, node: ast.FunctionDef):
 JaxtypingTransformer.visit_FunctionDef = _function
 install_import_hook([f"llmgeom.{name}" for name in CHECKED], "beartype.beartype")
 LONGEST = (
-    *("test_processes", "test_dynamics_streaming", "test_process_answers", "test_dynamics_checkpoints"),
-    *("test_posterior_claims", "test_belief_readout", "test_edits", "test_label_probe_numbers", "test_cli"),
-    *("test_component_tasks", "test_label_probe", "test_dynamics", "test_value_manifold", "test_belief_geometry"),
-    *("test_evidence", "test_component_ablation", "test_controls", "test_prompts", "test_decoders", "test_training"),
-    *("test_scan_kills", "test_train_kills", "test_small_disk", "test_notebooks", "test_coverage", "test_cookbook"),
+    *("test_dynamics_checkpoints", "test_dynamics_streaming", "test_component_tasks", "test_cli", "test_notebooks"),
+    *("test_label_probe_numbers", "test_component_ablation", "test_worlds", "test_edits", "test_label_probe"),
+    *("test_dynamics", "test_belief_geometry", "test_value_manifold", "test_training", "test_posterior_claims"),
+    *("test_decoders", "test_given_answers", "test_belief_readout", "test_process_answers", "test_axis_ablation"),
+    *("test_scan_kills", "test_train_kills", "test_small_disk", "test_coverage", "test_cookbook"),
 )
 
 _seconds: dict[str, float] = defaultdict(float)

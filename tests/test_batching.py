@@ -2,27 +2,32 @@
 
 from itertools import pairwise, product
 
-from hypothesis import given, strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from llmgeom.errors import UserError
 from llmgeom.model.batching import PASS, BatchRules, plan_batches
 from tests.refusals import refused
 
+# A loaded machine is no fault of the plan's.
+patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 lengths = st.lists(st.integers(1, 60), max_size=40)
 
 
+@patient
 @given(lengths, st.integers(1, 200))
 def test_every_prompt_runs_exactly_once(lengths, budget):
     members = [i for batch in plan_batches(lengths, budget) for i in batch]
     assert sorted(members) == list(range(len(lengths)))
 
 
+@patient
 @given(lengths, st.integers(1, 200))
 def test_a_batch_keeps_to_the_budget_unless_a_prompt_alone_exceeds_it(lengths, budget):
     for batch in plan_batches(lengths, budget):
         assert len(batch) == 1 or len(batch) * max(lengths[i] for i in batch) <= budget
 
 
+@patient
 @given(
     st.lists(st.integers(1, 900), max_size=8),
     st.integers(1, 2000),
@@ -51,6 +56,7 @@ def test_no_other_grouping_in_order_of_length_costs_less(lengths, budget, furthe
     assert cost(ours) == min(every)
 
 
+@patient
 @given(lengths, st.integers(1, 200), st.sets(st.integers(1, 60), max_size=2))
 def test_no_batch_crosses_a_border_and_without_one_nothing_changes(lengths, budget, borders):
     for batch in plan_batches(lengths, budget, BatchRules(tuple(borders))):

@@ -184,6 +184,3 @@ def sections() -> dict[str, str]:
 
 def test_every_probe_has_its_section_and_every_section_its_probe():
     assert list(sections()) == sorted(EVERY)
-
-
-# ---- lists ----------------------------------------------------------------------------------------------------------

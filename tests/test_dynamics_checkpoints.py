@@ -71,7 +71,7 @@ def test_checkpoints_of_a_trainer_are_followed(checkpoints, tmp_path):
     assert record.facts["steps"] == [0, 100, 1000]
     frame = record.results["drift"].arrays["frame"]
     assert frame[0] > frame[1] > 0.01 and abs(frame[2]) < 1e-12
-    assert not any("rises" in warning for warning in record.warnings)
+    assert not any("rises" in warning or "the first snapshot" in warning for warning in record.warnings)
 
 
 def test_the_loss_of_a_snapshot_is_that_of_transformers(checkpoints):
@@ -134,9 +134,8 @@ def test_a_training_whose_start_was_not_saved_is_warned_of(checkpoints, tmp_path
     """5 % of the value at step 100 is not 5 % of what there was to learn, and what settled before is not seen."""
     late = shutil.copytree(checkpoints, tmp_path / "late")
     (late / "checkpoint-0").rename(late / "checkpoint-50")
-    for folder, count in ((checkpoints, 0), (late, 1)):
-        _, record = perform(RunConfig(runs=(str(folder),), probes=(), n=10, out=str(tmp_path / folder.name / "o")))
-        assert sum("the first snapshot is of step 50:" in warning for warning in record.warnings) == count
+    _, record = perform(RunConfig(runs=(str(late),), probes=(), n=10, out=str(tmp_path / "o")))
+    assert sum("the first snapshot is of step 50:" in warning for warning in record.warnings) == 1
 
 
 def test_models_of_two_architectures_are_neither_steps_nor_replicates(checkpoints, tmp_path):

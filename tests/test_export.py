@@ -202,6 +202,11 @@ def test_text_is_escaped_once(text, expected):
     assert latex.escaped(text) == expected
 
 
+def test_powers_of_ten_in_a_table_keep_their_sign():
+    found = [latex._math(number) for number in ("1.2e-05", "-3e+12", "0.5")]
+    assert found == [r"1.2\times10^{-5}", r"-3\times10^{12}", "0.5"]
+
+
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 

@@ -125,18 +125,16 @@ def test_it_is_the_report_with_one_section_more_and_the_same_for_the_same_run(ru
     assert "default-src 'none'" in policy and "unsafe-eval" not in policy
 
 
-def test_a_task_whose_answer_the_page_does_not_know_is_refused(tmp_path):
-    with refused(UserError, "bijection", "coin", "markov", "recall"):
-        export(graded(tmp_path, "recall"), "live")
-    assert not (tmp_path / "run" / "live.html").exists()
-
-
-def test_a_model_of_no_wind_tunnel_other_weights_and_other_shapes_are_refused(run, tmp_path):
+def test_no_wind_tunnel_a_task_without_its_answer_other_weights_and_other_shapes_are_refused(run, tmp_path):
     record = Record.load(run)
     own = {key: value for key, value in record.subject.items() if key != "trained_on"}
     type(record)(**{**vars(record), "subject": own}).save(tmp_path / "own")
     with refused(UserError, "wind tunnel", "llmgeom train", "llmgeom grade"):
         export(str(tmp_path / "own"), "live")
+    type(record)(**{**vars(record), "subject": {**own, "trained_on": "recall"}}).save(tmp_path / "recall")
+    with refused(UserError, "bijection", "coin", "markov", "recall"):
+        export(str(tmp_path / "recall"), "live")
+    assert not (tmp_path / "recall" / "live.html").exists()
     type(record)(**{**vars(record), "subject": {**record.subject, "weights": "0" * 64}}).save(tmp_path / "other")
     with refused(UserError, "weights"):
         export(str(tmp_path / "other"), "live")

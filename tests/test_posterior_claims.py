@@ -10,6 +10,7 @@ from scipy import stats
 
 from llmgeom.commands.grade import table
 from llmgeom.grading import Origin
+from llmgeom.probes.length_generalisation import FAILURES
 from llmgeom.probes.posterior.grading import StateTable, grade, score_model
 from llmgeom.probes.posterior.results import skill
 from llmgeom.probes.posterior.scores import score
@@ -31,8 +32,14 @@ def verdicts(record):
     return {(probe, h.name): h.verdict for probe, m in record.results.items() for h in m.estimates}
 
 
-ENOUGH = 4700  # an exact model holds both claims about KL from 4,566 sequences on
+ENOUGH = 1100  # an exact model holds both claims about KL from 1,013 sequences on, with `small_failures`
 FEW = {"sequences": 20}  # a table of 20 training sequences answers nothing
+
+
+@pytest.fixture
+def small_failures(monkeypatch):
+    """A failure of at most 3 bits, not 10: a fourth of the sequences exclude rare ones."""
+    monkeypatch.setitem(FAILURES.__dict__, "largest", 3.0)
 
 
 @pytest.mark.parametrize(("says", "weight", "resolution"), [(2.0, 2.0, 1.0), (0.5, 0.5, 1.0), (0.0, 0.0, 0.0)])
@@ -54,7 +61,7 @@ def test_where_the_exact_answer_excludes_outcomes_there_is_no_weight_of_evidence
 # ---- models that are known ------------------------------------------------------------------------------------------
 
 
-def test_the_posterior_itself_passes_everything():
+def test_the_posterior_itself_passes_everything(small_failures):
     task = REPLACED
     record = examine(of(task, saying(task, task.log_predictive)), task, Origin(task.title, 6, FEW), n=ENOUGH, nulls=20)
     got = found(record, "posterior", KL)
@@ -67,7 +74,7 @@ def test_the_posterior_itself_passes_everything():
     arrays = record.results["posterior_calibration"].arrays
     np.testing.assert_array_equal(arrays["accuracy"], arrays["accuracy_exact"])
     assert arrays["count"].sum() == ENOUGH * 6 * 6 and (arrays["count"] > 0).all()
-    assert np.abs(arrays["exact"] - arrays["drawn"])[arrays["count"] > 500].max() < 0.06
+    assert np.abs(arrays["exact"] - arrays["drawn"])[arrays["count"] > 500].max() < 0.08
     assert record.warnings == ()
     assert page([record]).count('class="plot"') == 9
 
@@ -147,7 +154,7 @@ def test_a_model_that_looks_hypotheses_up_is_told_from_one_that_infers():
     assert record.unmeasured["posterior_memory"].startswith("skill over ")
 
 
-def test_past_the_horizon_is_told_apart():
+def test_past_the_horizon_is_told_apart(small_failures):
     task, flat = PLAIN, -math.log(6)
 
     def to_the_horizon(inputs, mixed=0.0):
@@ -247,11 +254,11 @@ def test_what_is_shown_are_means_of_the_scores_within_the_horizon():
     assert (h.null_low, h.null_high) == pytest.approx((min(untrained), max(untrained)))
 
 
-def test_corrupted_labels_are_graded_against_both_answers():
+def test_corrupted_labels_are_graded_against_both_answers(small_failures):
     task, p = PLAIN, 0.3
     says = saying(task, lambda x: ((1 - p) * task.log_predictive(x).exp() + p / 6).log())
     told = Origin(task.title, 6, {"training": {"corrupt": p}, "sequences": 20})
-    record = examine(of(task, says), task, told, n=6000, nulls=2)  # more: Holm corrects over claims that fail, too
+    record = examine(of(task, says), task, told, n=1400, nulls=2)  # more: Holm corrects over claims that fail, too
     words = verdicts(record)
     assert words["posterior", KL] == "ruled out" and words["posterior_mixture", "KL to the mixture"] == "holds"
     assert words["posterior_mixture", f"{SKILL}, mixture"] == "holds" and words["posterior_memory", LESS] == "holds"
@@ -269,8 +276,8 @@ def test_corrupted_labels_are_graded_against_both_answers():
     assert "2^9.5 hypotheses; training drew 20 sequences; the model has 1 parameters" in record.facts["sizes"]
     # The labels of seen sequences are corrupted too, and so are those that untrained controls answer.
     assert abs(found(record, "posterior_memory", "KL, seen").value) < 1e-6
-    untrained = [grade(of(task, noise(task, 1 + i)), task, 6000, corrupt=p).own.tally.sum((0, 1)) for i in range(2)]
-    errors = [np.abs(one[:, 0] - one[:, 1]).sum() / 36000 for one in untrained]
+    untrained = [grade(of(task, noise(task, 1 + i)), task, 1400, corrupt=p).own.tally.sum((0, 1)) for i in range(2)]
+    errors = [np.abs(one[:, 0] - one[:, 1]).sum() / 8400 for one in untrained]
     h = found(record, "posterior_calibration", "calibration error")
     assert (h.null_low, h.null_high) == pytest.approx((min(errors), max(errors)))
     # Trivial predictors are of corrupted labels too: the bag of values is exact for these as it is for the others.
@@ -290,7 +297,7 @@ def test_where_every_trivial_predictor_is_exact_there_is_nothing_to_grade():
     assert "posterior_calibration" in record.results
 
 
-def test_a_look_up_of_the_last_symbol_does_not_infer():
+def test_a_look_up_of_the_last_symbol_does_not_infer(small_failures):
     """On the sticky ring of three symbols the neighbours have weight 1 and the symbol .3, and it stays with .3 more."""
     task = Markov(symbols=3, steps=4, fixed=True, stay=0.3)
     table = (0.7 * torch.ones(3, 3).double().fill_diagonal_(0.3) / 2.3 + 0.3 * torch.eye(3)).log()
@@ -304,12 +311,12 @@ def test_a_look_up_of_the_last_symbol_does_not_infer():
     assert found(record, "posterior", SKILL).claim
 
 
-def test_standardised_residuals_tell_a_model_that_is_too_sure():
+def test_standardised_residuals_tell_a_model_that_is_too_sure(small_failures):
     task = Mean()
-    record = examine(of(task, lambda rows: task.log_predictive(rows).float()), task, Origin("x", 4), n=5200, nulls=5)
+    record = examine(of(task, lambda rows: task.log_predictive(rows).float()), task, Origin("x", 4), n=1250, nulls=5)
     assert verdicts(record)["posterior", KL] == "holds" and "never trained on this task, but on x" in record.warnings
     off = "|rms of standardised residuals - 1|"
-    assert found(record, "posterior_calibration", off).value < 0.03
+    assert found(record, "posterior_calibration", off).value < 0.06
     sure = of(task, lambda rows: (task.log_predictive(rows) - torch.tensor([0, math.log(4)])).float())
     record = examine(sure, task, Origin(), n=1000, nulls=5)
     arrays = record.results["posterior_calibration"].arrays

@@ -162,6 +162,23 @@ def test_without_draws_the_power_is_that_of_student_s_test():
         assert setting.power(clusters) == pytest.approx(exact, abs=0.015)
 
 
+@pytest.mark.parametrize("setting", [Setting(2.0, 0.2, 5), Setting(2.0, 0.2, 20, noisy=True, claims=4)])
+def test_against_draws_the_power_is_the_share_of_experiments_that_pass(setting):
+    """40,000 experiments: Welch's t by the error of the value and the draws' spread; noisy ones count the larger."""
+    rng, m, wide = np.random.default_rng(0), setting.draws, setting.spread**2
+    for clusters in (20, 60, 100):
+        error = setting.noise**2 / clusters
+        value = 1 + rng.normal(0, math.sqrt(wide + error), 40_000)
+        draws = rng.normal(0, math.sqrt(wide + setting.noisy * error), (40_000, m))
+        own, drawn = error * rng.chisquare(clusters - 1, 40_000) / (clusters - 1), draws.var(1, ddof=1)
+        others = drawn * (1 + 1 / m)
+        if setting.noisy:
+            own, others = np.where(drawn >= own, [0 * own, others], [own, drawn / m])
+        freedom = (own + others) ** 2 / (own**2 / (clusters - 1) + others**2 / (m - 1))
+        passed = (value - draws.mean(1)) / np.sqrt(own + others) > scipy_stats.t.isf(0.025 / setting.claims, freedom)
+        assert setting.power(clusters) == pytest.approx(passed.mean(), abs=0.015)
+
+
 def test_more_claims_wider_draws_and_larger_spreads_need_more():
     base = Setting(3.0, 0.1, 20)
     each = [replace(base, claims=8), replace(base, spread=0.2), replace(base, noise=4.0), replace(base, sides=2)]
