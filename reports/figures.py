@@ -71,7 +71,8 @@ TEMPLATE = {
 
 @dataclass(frozen=True)
 class Drawn:
-    """A figure ready for the page; `label` is what a screen reader says, `choices` the columns to colour by."""
+    """A figure ready for the page; `label` is what a screen reader says, `choices` the columns to colour by; Plotly
+    alone can draw what a probe of the user's drew with it, `own`."""
 
     id: str
     caption: str
@@ -81,11 +82,12 @@ class Drawn:
     rows: tuple[tuple[str, ...], ...]
     choices: tuple[str, ...] = ()
     chosen: str = ""
+    own: bool = False
 
     @property
     def static(self) -> Markup:
         """The figure as SVG, for pages without a script; empty where only Plotly draws it."""
-        return svg(self.spec, self.label)
+        return svg({} if self.own else self.spec, self.label)
 
 
 def figures(record: Record) -> dict[str, dict[str, Plotly]]:

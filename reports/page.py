@@ -436,7 +436,7 @@ def _own_figure(measured: Result, place: str) -> list[Drawn]:
     spec = json.loads(measured.facts[FIGURE])
     layout = {name: value for name, value in spec["layout"].items() if name != "template"}
     meaning = measured.estimates[0].name if measured.estimates else measured.title
-    return [Drawn(place, meaning, meaning, {"data": spec["data"], "layout": layout, "name": meaning}, (), ())]
+    return [Drawn(place, meaning, meaning, {"data": spec["data"], "layout": layout, "name": meaning}, (), (), own=True)]
 
 
 def _run_line(record: Record) -> list[tuple[str, str]]:
