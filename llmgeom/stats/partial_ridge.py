@@ -86,8 +86,8 @@ def held_out(
                 errors = np.vstack([-weights, np.eye(c)])
                 squared = (errors * (squares[choosing] @ errors)).sum() + counts[choosing] * np.square(constant).sum()
                 lost.append(squared - 2 * (sums[choosing] @ errors) @ constant)
-            best = PENALTIES[int(np.argmin(lost))]
-            weights, constant = _ridge(*(of[[*inner, choosing]] for of in (squares, sums, counts)), least, best)
+            best, rest = float(PENALTIES[int(np.argmin(lost))]), [*inner, choosing]
+            weights, constant = _ridge(squares[rest], sums[rest], counts[rest], least, best)
             truth[here], predicted[here] = left[:, d:], left[:, :d] @ weights + constant
         back = level if known[name] is None else 0.0
         found[name] = (truth + back, predicted + back)
