@@ -103,7 +103,13 @@ def main(model: str, name: str, dtype: str, copies: str, *chosen: str) -> None:
     """Measure and store."""
     subject = llmgeom.load(model, dtype=dtype, device="cpu")
     for run in chosen or [run for run in RUNS if not run.startswith("tunnel")]:
-        usual = {"sequences": 16, "length": 512, "rendering": "spaces", "seed": 0, "controls": int(copies)}
+        usual: dict[str, Any] = {
+            "sequences": 16,
+            "length": 512,
+            "rendering": "spaces",
+            "seed": 0,
+            "controls": int(copies),
+        }
         options, begun = usual | RUNS[run], time.process_time()
         found = subject.beliefs(**options)
         spent, worlds = time.process_time() - begun, options.pop("world")

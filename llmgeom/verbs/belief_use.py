@@ -82,7 +82,7 @@ def used(
         steps = {PATCH: [x[donors] - x[rows]], SAME: [x[same] - x[rows]], BELIEF: [along]}
         if np.abs(kernel).max() > 1e-6:
             steps[KERNEL] = [_as_long(hidden, along)]
-        steps[CHANCE] = [_as_long(rng.standard_normal(along.shape), along) for _ in range(RANDOM)]
+        steps[CHANCE] = [_as_long(np.asarray(rng.standard_normal(along.shape)), along) for _ in range(RANDOM)]
         first = last.int().argmax(1)
         resume = None if clean is None else Resume(clean, layer, first)
         before = _answers(subject, asked, tokens, layer, np.zeros((len(rows), x.shape[1])), 0, resume)

@@ -53,7 +53,7 @@ class Compared(Reading):
     log: bool = False
 
     def _curve(self, name: str, array: np.ndarray) -> Any:
-        figure, places = super()._curve(name, array), list(*self.coords.values())
+        figure, places = super()._curve(name, array), [*next(iter(self.coords.values()))]
         dashes = ("dash", "dot", "dashdot", "longdash")
         for i, (other, numbers) in enumerate(self.lines.get(name, {}).items()):
             line = {"color": (ORANGE, GREY, "#117733", "#1a1a1a")[i % 4], "dash": dashes[i % 4], "width": 2}
@@ -161,7 +161,8 @@ def beliefs(subject: Any, world: Any, sequences: int, length: int, rendering: st
     features = {name: rows(of) for name, of in rivals(worlds, which, symbols.numpy()).items()}
     counters = {name: features[name] for name in (f"counts of order {k}" for k in ORDERS)}
     simple = {name: x for name, x in features.items() if x.shape != target.shape or np.abs(x - target).max() > 1e-9}
-    found, read = {}, {}
+    found: dict[str, float] = {}
+    read: dict[str, np.ndarray] = {}
     for name, x in {**features, "exact next symbol": answer, "its own next symbol": said}.items():
         tell("rivals", len(found), len(features) + 2)
         _, read[name] = held_out(x, target, cluster, fitted=fitted)[""]
@@ -186,7 +187,8 @@ def beliefs(subject: Any, world: Any, sequences: int, length: int, rendering: st
 
     reads, values = layers(own, "reading the belief", target, [*known]), {}
     for name in known:
-        spans = [interval_of_r2(*(of[fitted] for of in layer[name]), late) for layer in reads]
+        pairs = [[of[fitted] for of in layer[name]] for layer in reads]
+        spans = [interval_of_r2(truth, guess, late) for truth, guess in pairs]
         values[name], values[f"{name}, low"], values[f"{name}, high"] = np.array(spans).T
     top = int(values["R2"].argmax())
     by_place = {"R2 of the belief": reads[top]["R2"]}
