@@ -20,7 +20,7 @@ MOST = 1000  # cells or dots; a figure of more needs the script
 
 
 def svg(spec: Mapping[str, Any], label: str) -> Markup:
-    """The figure that Plotly draws of a curve, a heat map or dots, without a script; empty for any other.
+    """The figure that Plotly draws of a curve, a heat map or dots, without a script; empty for any other, and of several panels.
 
     Args:
         spec: `Drawn.spec`.
@@ -29,7 +29,7 @@ def svg(spec: Mapping[str, Any], label: str) -> Markup:
     traces = spec.get("data", ())
     kinds = {trace.get("type", "scatter") for trace in traces}
     count = sum(np.size(trace.get("z", trace.get("y", ()))) for trace in traces)
-    if kinds not in ({"scatter"}, {"heatmap"}) or not count or count > MOST:
+    if kinds not in ({"scatter"}, {"heatmap"}) or not count or count > MOST or "xaxis2" in spec["layout"]:
         return Markup("")
     layout = spec["layout"]
     across, up = ([*layout[name].get("range", ())] for name in ("xaxis", "yaxis"))

@@ -57,7 +57,7 @@ class Compared(Reading):
         dashes = ("dash", "dot", "dashdot", "longdash")
         for i, (other, numbers) in enumerate(self.lines.get(name, {}).items()):
             line = {"color": (ORANGE, GREY, "#117733", "#1a1a1a")[i % 4], "dash": dashes[i % 4], "width": 2}
-            y = np.broadcast_to(numbers, len(places))
+            y = np.broadcast_to(numbers, len(places)).tolist()
             figure.add_scatter(x=places, y=y, name=other, line=line, mode="lines")
         if self.log:
             figure.update_xaxes(type="log", tickvals=places)
@@ -100,12 +100,12 @@ class Beliefs(Compared):
             horizontal_spacing=0.02, vertical_spacing=0.07,
         )  # fmt: skip
         for i, (name, rows) in enumerate(self.points.items()):
-            x, y = ((rows[best] if name == "read-out" else rows) @ onto).T
+            x, y = ((rows[best] if name == "read-out" else rows) @ onto).T.tolist()
             where = {"row": i // 2 + 1, "col": i % 2 + 1}
             marks = Scatter(x=x, y=y, mode="markers", marker={"size": 4, "color": colours}, showlegend=False)
             figure.add_trace(marks, **where)
             edge = np.append(corner, corner[0])
-            line = Scatter(x=np.cos(edge), y=np.sin(edge), mode="lines", line={"color": GREY, "width": 1},
+            line = Scatter(x=np.cos(edge).tolist(), y=np.sin(edge).tolist(), mode="lines", line={"color": GREY, "width": 1},
                            showlegend=False, hoverinfo="skip")  # fmt: skip
             figure.add_trace(line, **where)
             figure.update_xaxes(visible=False, range=[-1.1, 1.1], **where)
@@ -115,7 +115,7 @@ class Beliefs(Compared):
         at = list(self.points).index("read-out")
         steps = []
         for layer, rows in enumerate(self.points["read-out"]):
-            x, y = (rows @ onto).T
+            x, y = (rows @ onto).T.tolist()
             said = {f"annotations[{at}].text": title("read-out", layer)}
             steps.append({"method": "update", "label": str(layer), "args": [{"x": [x], "y": [y]}, said, [2 * at]]})
         slider = {"active": best, "currentvalue": {"prefix": "layer "}, "steps": steps, "pad": {"t": 10}}
