@@ -20,7 +20,7 @@ MOST = 1000  # cells or dots; a figure of more needs the script
 
 
 def svg(spec: Mapping[str, Any], label: str) -> Markup:
-    """The figure that Plotly draws of a curve, a heat map or dots, without a script; empty for any other, and of several panels.
+    """The figure that Plotly draws of a curve, a heat map or dots, without a script; empty for others and panels.
 
     Args:
         spec: `Drawn.spec`.

@@ -104,9 +104,9 @@ class Beliefs(Compared):
             where = {"row": i // 2 + 1, "col": i % 2 + 1}
             marks = Scatter(x=x, y=y, mode="markers", marker={"size": 4, "color": colours}, showlegend=False)
             figure.add_trace(marks, **where)
-            edge = np.append(corner, corner[0])
-            line = Scatter(x=np.cos(edge).tolist(), y=np.sin(edge).tolist(), mode="lines", line={"color": GREY, "width": 1},
-                           showlegend=False, hoverinfo="skip")  # fmt: skip
+            across, up = np.append(onto, onto[:1], 0).T.tolist()
+            line = Scatter(x=across, y=up, mode="lines", line={"color": GREY, "width": 1}, showlegend=False,
+                           hoverinfo="skip")  # fmt: skip
             figure.add_trace(line, **where)
             figure.update_xaxes(visible=False, range=[-1.1, 1.1], **where)
             figure.update_yaxes(
