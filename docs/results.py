@@ -32,7 +32,7 @@ STORE = DOCS / "results"
 COMMANDS: dict[str, str] = tomllib.loads((STORE / "commands.toml").read_text(encoding="utf-8"))
 FIELDS = (
     *("value", "unit", "low", "high", "control", "control_low", "control_high", "control_centre", "difference_low"),
-    *("difference_high", "p", "n", "clusters", "verdict", "effect"),
+    *("difference_high", "p", "n", "clusters", "verdict"),
 )
 CURVES = {  # probe -> arrays [layer] that are stored, too
     "interchange": ("whole", "frame", "random", "placebo"),

@@ -21,15 +21,15 @@ PAGE, FIGURE, REST = DOCS / "findings.md", DOCS / "pictures" / "findings.svg", "
 MODELS = {"smollm2": "SmolLM2", "gemma": "Gemma"}
 # What the page calls a claim: record, metric, format, and the sign of the claimed effect (0: none is drawn).
 SCANS = {"smollm2": "smollm2", "gemma": "gemma_seed0"}  # with controls; the other scans are replicates of values
-# What the page calls a claim: record ("" for the scan), metric, format, and the sign of the effect (0: none is drawn).
+# What the page calls a claim: record ("" for the scan), metric, format, and the claimed effect (0: none is drawn).
 PREDICTED = {
-    "**1** Values lie near a plane: share of PC1+PC2": ("", "[mixed]PC1+PC2 share", ".2f", 1),
-    "ordered by entropy: \\|rho\\| of PC1": ("", "[mixed]|rho| of PC1 and entropy", ".2f", 1),
-    "flatter within one domain (maths): gain": ("", "[math]gain in PC1+PC2 share, as diverse", ".3f", 1),
-    "**2** Keys are orthogonal: \\|cos\\| of columns of W_K": ("", "[mixed]columns of W_K", ".3f", -1),
-    "**3** Attention narrows with depth: focusing": ("", "[mixed]focusing", ".2f", 1),
-    "and without the first token, the sink": ("", "[mixed]focusing without the first token", ".2f", 1),
-    "**4** Evidence in context is used: resolution": ("evidence", "resolution", ".2f", 1),
+    "**1** Values lie near a plane: share of PC1+PC2": ("", "[mixed]PC1+PC2 share", ".2f", 0.1),
+    "ordered by entropy: \\|rho\\| of PC1": ("", "[mixed]|rho| of PC1 and entropy", ".2f", 0.3),
+    "flatter within one domain (maths): gain": ("", "[math]gain in PC1+PC2 share, as diverse", ".3f", 0.1),
+    "**2** Keys are orthogonal: \\|cos\\| of columns of W_K": ("", "[mixed]columns of W_K", ".3f", -0.01),
+    "**3** Attention narrows with depth: focusing": ("", "[mixed]focusing", ".2f", 0.3),
+    "and without the first token, the sink": ("", "[mixed]focusing without the first token", ".2f", 0.3),
+    "**4** Evidence in context is used: resolution": ("evidence", "resolution", ".2f", 0.1),
     "and weighed by Bayes' rule (1)": ("evidence", "weight of evidence", ".2f", 0),
 }
 SEEDS = ("seed0", "seed1", "seed2", "float32")
@@ -142,8 +142,8 @@ def evidence() -> list[str]:
 
 def heads(model: str) -> list[str]:
     """What `llmgeom heads` prints in sentences."""
-    lines = stored(f"{model}_heads")["output"]
-    return [f"- {MODELS[model]}: {' '.join(lines[: lines.index('')])}"]
+    lines = stored(f"{model}_heads").get("output", ["not measured.", ""])
+    return textwrap.wrap(f"- {MODELS[model]}: {' '.join(lines[: lines.index('')])}", 132, subsequent_indent="  ")
 
 
 def beliefs() -> list[str]:
@@ -186,6 +186,7 @@ def neurons() -> list[str]:
         [f"{name}, {MODELS[model]}", *(cell(metrics(f"{model}_neurons").get(f"{name}: {kind}")) for kind in kinds)]
         for name in (*AXES, "neurons of the largest null share", "other neurons")
         for model in MODELS
+        if metrics(f"{model}_neurons")
     ]
     head = ["removed", "\\|rho\\| with entropy", "null share; random", "free, bits; random", "frozen, bits; random"]
     return table(head, body)
@@ -205,6 +206,7 @@ def rescue() -> list[str]:
 
 def figure() -> Any:
     """Each claim of both models on one scale: 0 is the hardest control, 1 the claimed effect beyond it."""
+    sys.path.insert(0, str(DOCS))  # the pictures of the docs are no package
     from plotly.graph_objects import Figure
     from study_pictures import WORDS
 
@@ -214,18 +216,20 @@ def figure() -> Any:
     shown = [claim for claim, where in PREDICTED.items() if where[3]]
     for model, symbol, shift in (("smollm2", "circle", -0.14), ("gemma", "diamond", 0.14)):
         for row, claim in enumerate(shown):
-            one, sign = claimed(model, claim), PREDICTED[claim][3]
-            at, low, high = (
-                sign * (one[end] - one["control_centre"]) / one["effect"] for end in ("value", "low", "high")
-            )
+            one, effect = claimed(model, claim), PREDICTED[claim][3]
+            if one is NONE:
+                continue
+            at, low, high = ((one[end] - one["control_centre"]) / effect for end in ("value", "low", "high"))
             ends = {"symmetric": False, "array": [max(low, high) - at], "arrayminus": [at - min(low, high)], "width": 0}
             drawn.add_scatter(
                 x=[at], y=[row + shift], mode="markers", name=MODELS[model], showlegend=row == 0, error_x=ends,
                 marker={"symbol": symbol, "size": 11, "color": WORDS[one["verdict"]]},
             )  # fmt: skip
-    for x, text in ((0, "hardest control"), (1, "claimed effect")):
+            word = {"text": one["verdict"], "x": max(low, high) + 0.1, "y": row + shift, "font": {"size": 11}}
+            drawn.add_annotation(xanchor="left", showarrow=False, **word)
+    for x, text, anchor in ((0, "hardest control", "right"), (1, "claimed effect", "left")):
         drawn.add_vline(x=x, line={"width": 1, "color": "#555"})
-        drawn.add_annotation(text=text, x=x, y=-0.9, showarrow=False)
+        drawn.add_annotation(text=text, x=x, y=-0.8, xanchor=anchor, showarrow=False)
     names = [claim.split("** ")[-1].replace("\\", "") for claim in shown]
     return drawn.update_layout(
         yaxis={"tickvals": list(range(len(shown))), "ticktext": names, "autorange": "reversed", "showgrid": False},
@@ -288,7 +292,10 @@ def axis() -> list[str]:
     """What projecting the entropy axis out of the last layer's values does."""
     shown = []
     for model, name in MODELS.items():
-        one = metrics(f"{model}_ablate")["ablation_pc1: KL of the edit"]
+        one = metrics(f"{model}_ablate").get("ablation_pc1: KL of the edit", NONE)
+        if one is NONE:
+            shown.append(f"{name} not measured")
+            continue
         shown.append(
             said(
                 f"{name} {value(one, '.4f')} (equal edits {number(one['control_low'], '.4f')} to "
@@ -324,7 +331,10 @@ def weighed() -> list[str]:
 
 def induction() -> list[str]:
     """Heads on repeated random tokens."""
-    return [*heads("smollm2"), *heads("gemma"), ""]
+    lead = (
+        "Random tokens, repeated; intervals over 8 sequences (`llmgeom heads`; records `smollm2_heads`, `gemma_heads`):"
+    )
+    return [lead, "", *heads("smollm2"), *heads("gemma"), ""]
 
 
 def believed() -> list[str]:
@@ -342,7 +352,22 @@ def believed() -> list[str]:
 
 
 def regulated() -> list[str]:
-    return neurons()
+    """The entropy axis and the unembedding's near-null space; nothing where neither model was measured."""
+    body = neurons()
+    if len(body) < 5:
+        return []
+    return [
+        "## Entropy neurons",
+        "",
+        *prose(
+            """Stolfo et al. (2024, arXiv 2406.16254) found neurons that write where the unembedding reads least and act
+            through the final norm's scale. An entropy axis of that kind would be readable and, with the scale frozen,
+            without use. `python -m studies.entropy_neurons` (records `smollm2_neurons`, `gemma_neurons`): axes of one
+            half of the prompts are projected out on the other; mean change of entropy without sign; random directions
+            as long, whose null share is .05 on average."""
+        ),
+        *body,
+    ]
 
 
 def rescued() -> list[str]:
@@ -398,14 +423,14 @@ def page() -> str:
         "",
         *prose(
             """Paper III (Agarwal et al. 2025, arXiv 2512.23752). Scans of 75 mixed and 75 maths prompts: records
-            `smollm2` (float32, 8 draws of each control) and `gemma_seed0` (bfloat16, 5). 200 prompts of two labels:
-            `smollm2_evidence`, `gemma_evidence` (bfloat16)."""
+            `smollm2` (float32, 8 draws of each control) and, mixed alone, `gemma_seed0` (bfloat16, 5). 200 prompts of
+            two labels: `smollm2_evidence`, `gemma_evidence` (bfloat16)."""
         ),
         *four(), *replicated(), *axis(),
         "## Evidence in context", "", *weighed(),
         "## Induction heads", "", *induction(),
         "## Beliefs in context", "", *believed(),
-        "## Entropy neurons", "", *regulated(),
+        *regulated(),
         "## Rescue transplant", "", *rescued(),
         "## What nobody can tell from this", "", *limits(),
     ]  # fmt: skip
@@ -434,10 +459,10 @@ def main() -> None:
     """Write the page above `REST`, and the figure."""
     rest = PAGE.read_text(encoding="utf-8").partition(REST)[2]
     PAGE.write_text(page() + REST + rest, encoding="utf-8")
-    sys.path.insert(0, str(DOCS))
+    drawn = figure()
     from pictures import svg
 
-    FIGURE.write_text(svg(figure(), 860, 400) + digest() + "\n", encoding="utf-8")
+    FIGURE.write_text(svg(drawn, 860, 400) + digest() + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
