@@ -146,8 +146,8 @@ def measure(place: str, names: list[str]) -> None:
         measured = metrics(out) if out and any([*out.rglob("record.json"), *out.rglob("metrics.json")]) else {}
         if "--json" in words:  # a preview, which leaves no record
             measured = previewed(json.loads(done.stdout))
-        shown = name in kept or not measured  # what has no record is kept as it prints
-        lines = [line.rstrip() for line in done.stdout.strip("\n").splitlines()] if shown else []
+        as_printed = name in kept or not measured  # what has no record is kept as it prints
+        lines = [line.rstrip() for line in done.stdout.strip("\n").splitlines()] if as_printed else []
         if lines or measured:
             text = json.dumps({"command": command, "output": lines, "metrics": measured}, indent=1, ensure_ascii=False)
             (STORE / f"{name}.json").write_text(text + "\n", encoding="utf-8")
