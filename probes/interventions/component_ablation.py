@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -174,7 +174,7 @@ def ablate(
     else:
         number, whole = stages(kind, control)
         strata = np.repeat(range(3), layers) if kind == "blocks" else ()
-        how = {"strata": strata, "whole": whole, "number": number}
+        how: dict[str, Any] = {"strata": strata, "whole": whole, "number": number}
         effects = two_stages(runner, groups, rough, "kl", seed=split.seed, lead=len(moves), stage=stage, **how)
     for outcome, found in effects.items():
         if len(found) == len(edits) and found.ndim == 2:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,10 @@ from llmgeom.stats.resampling import jackknife, mean_intervals, student_quantile
 from llmgeom.stats.tests import spearman
 
 HEADS, BLOCKS = "Heads, one at a time", "Blocks, one at a time"
-SCALES = {"identity": (float, float), "log": (np.log, np.exp)}  # there and back
+SCALES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "identity": (float, float),
+    "log": (np.log, np.exp),
+}
 TITLES = {"zero": "set to 0", "mean": "set to the mean", "resample": "resampled"}
 UNTRAINED = "untrained controls"
 BAND = "band of untrained copies"
@@ -345,9 +349,9 @@ def measure_blocks(
     metrics = estimates(probe, measured, null, clusters, method, sampling)
     if method == "mean":
         if min(model["norms"].sum((1, 2)).min() for model in (effects, *controls)) > 0:
-            interval = jackknife(lambda part: _norm_ratio(norms[..., part]), rows, clusters, "log")
+            of_ratio = jackknife(lambda part: _norm_ratio(norms[..., part]), rows, clusters, "log")
             drawn = {UNTRAINED: np.array([_norm_ratio(control["norms"]) for control in controls])}
-            of_norms = estimate_against(declared(probe)[MLP_NORM], _norm_ratio(norms), interval, drawn, clusters)
+            of_norms = estimate_against(declared(probe)[MLP_NORM], _norm_ratio(norms), of_ratio, drawn, clusters)
             metrics += (of_norms,)
         else:
             warnings.append("a branch writes nothing here or in an untrained copy: there is no ratio of norms")

@@ -326,12 +326,12 @@ def measure_interchange(
         return line(kind, by_layer.mean(1), "layer", "bits", f"effect of the {meaning}", **more)
 
     # Every layer has draws.
-    null = "band of random subspaces, the higher kind", np.concatenate([one for one in bands if one is not None])
+    of_frame = "band of random subspaces, the higher kind", np.concatenate([one for one in bands if one is not None])
     lost = trained["placebo/lost"][:, 0].mean(1)
     arrays: dict[str, Labelled | None] = {
         **curve("whole", "whole patch", beside="total"),
         "total": number(np.full(len(layers), total), "total effect, the same for every layer"),
-        **curve("frame", "patch in the frame", null=null),
+        **curve("frame", "patch in the frame", null=of_frame),
         "random": number(moved[RANDOM].mean((1, 2)), "effect of patches in random subspaces, mean over draws"),
         "as_far": number(moved[AS_FAR].mean((1, 2)), "the same, moved as far as the frame, mean over draws"),
         **curve("rest", "patch outside the frame"),

@@ -197,20 +197,22 @@ def effects(exchange: Exchange, *, layers: Sequence[int], draws: int, seed: int,
         mark; "same size" [layer place draw prompt], and along a direction "same variance", each if every layer and
         place has such controls; of two stages edited and off [layer role]; and the arrays of `edges`.
     """
-    total, cached = exchange.total(), lru_cache(4)(lambda *at: exchange.controls(*at, draws, seed))
+    total, cached = exchange.total(), lru_cache(4)(lambda layer, role: exchange.controls(layer, role, draws, seed))
     grid = [(layer, role) for layer in layers for role in range(len(ROLES))]
     kinds = [SIZE]
     if exchange.along is not None and all(VARIANCE in cached(*at) for at in grid if at[1] in PLACES):
         kinds.append(VARIANCE)
+
+    def drawn(layer: int, role: int, kind: str, draw: int) -> Tensor:
+        return cached(layer, role)[kind][draw]
+
     groups: list[list[Intervention]] = []
     for layer, role in grid:
         patch = partial(exchange.patch, ("residual", layer), role)
         groups.append([patch(partial(exchange.step, layer, role), "cells")])
         if role in PLACES:
             groups[-1] += [
-                patch(lambda at=(layer, role), kind=kind, draw=draw: cached(*at)[kind][draw], kind)
-                for kind in kinds
-                for draw in range(draws)
+                patch(partial(drawn, layer, role, kind, draw), kind) for kind in kinds for draw in range(draws)
             ]
         if role == MARK:
             groups[-1].append(patch(partial(exchange.equal, layer), "equal"))
@@ -362,7 +364,7 @@ class TextPatchingProbe:
         every = [self.layers[i * len(self.layers) // follow] for i in range(follow)] + [
             self.layers[i * len(self.layers) // MOST_EDGES] for i in range(MOST_EDGES) for _ in range(1 + self.draws)
         ]
-        return 5 * whole + patches + writes + priced(every, depth, np.mean(tokens), most) + 6 * staged * whole
+        return 5 * whole + patches + writes + priced(every, depth, sum(tokens) / len(tokens), most) + 6 * staged * whole
 
     def measure(self, data: ProbeInput) -> Result:
         """Total effect and heat map. Raises UserError for fewer than 5 clusters."""
@@ -390,7 +392,9 @@ def measure_patching(
     if finite.all():
         own = (total, np.abs(pairs.exact))
         untrained = [(one["total"], one["exact"]) for one in controls]
-        follows = compare(claims[FOLLOWS], lambda two, rows: _ratio(*two, rows), own, clusters, {UNTRAINED: untrained})
+        follows = compare(
+            claims[FOLLOWS], lambda two, rows: _ratio(two[0], two[1], rows), own, clusters, {UNTRAINED: untrained}
+        )
         estimates.insert(0, follows)
     else:
         unmeasured[FOLLOWS] = (
@@ -443,7 +447,8 @@ def measure_patching(
         unmeasured[EDGE] = "no edge carries a tenth of the total effect at the layers that were patched"
     else:
         unmeasured[EDGE] = notes[0] if abs(mean) < LEAST_SHIFT else "what attention writes is not known in this model"
-    at, map_of = "shift by a patch at the {}", {"axes": "layer position", "figure": Figure("heatmap")}
+    at = "shift by a patch at the {}"
+    map_of: dict[str, Any] = {"axes": "layer position", "figure": Figure("heatmap")}
     arrays = {
         "cells": labelled(
             cells.mean(-1),
@@ -487,7 +492,10 @@ def _edges(
     spans = [jackknife(partial(_ratio, row, total), rows, clusters) for row in shift]
     bands = np.array([band(draws) for draws in random.mean(2) / whole])
     names = tuple(f"{layer}: {ROLES[sender]} -> {ROLES[receiver]}" for layer, sender, receiver in effect["edge"])
-    unit, meaning = "of the total effect", "share of an edge of attention; what the receiver reads off the sender"
+    unit, meaning = (
+        "of the total effect",
+        "share of an edge of attention; what the receiver reads off the sender, in one layer",
+    )
     shares = line(
         "edge", shift.mean(1) / whole, "edge", unit, meaning, interval=(SETS, interval_ends(spans)),
         null=("band of random writes of equal size", bands), beside="edge_equal",
