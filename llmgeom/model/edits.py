@@ -245,7 +245,7 @@ class Resume:
         lines = torch.tensor(members)
         first = self.first[lines % len(self.first)]
         position = first[:, None] + torch.arange(int((lengths - first).max()))
-        own = lines % len(self.clean.residual[0])
+        own = lines % len(self.clean.residual[0] if self.clean.residual else self.first)
         return Resumed(self.clean, self.start, own, position, int(lengths.max()), self.end)
 
 
