@@ -16,7 +16,7 @@ from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit, Resume, Where
 from llmgeom.model.resume import clean_pass
 from llmgeom.model.weights import output_weight
-from llmgeom.probes.interventions.intervention import Intervention, Runner, add
+from llmgeom.probes.interventions.intervention import Intervention, Runner
 from llmgeom.progress import tell
 from llmgeom.verbs.lens import texts_of, token_of
 from llmgeom.verbs.reading import Reading, called
@@ -139,21 +139,19 @@ def _patched(
             before,
         )
 
-    position, columns, moved = torch.arange(len(ids))[None], slice(None), None
-    every = []
-    for layer in layers:
-        for place in range(count):
-            if at == "heads":
-                columns = slice(place * width, (place + 1) * width)
-            else:
-                moved = position == start + place
-            every.append(Intervention("", {(point, layer): add(steps[layer])}, columns, moved))
+    def moved(layer: int, place: int) -> Intervention:
+        if at == "heads":
+            columns = slice(place * width, (place + 1) * width)
+            return Intervention(str(layer), {(point, layer): lambda _, row: steps[layer][row]}, columns)
+        return Intervention(str(layer), {(point, layer): lambda _, row: steps[layer][row] * (row == place)[:, None]})
+
+    every = [moved(layer, place) for layer in layers for place in range(count)]
     batch = Batch.of([ids])
     runner = Runner(
         subject,
         batch,
-        position >= start,
-        lambda _, patched: {"metric": measure(patched[0].double()).numpy()},
+        torch.arange(len(ids))[None] >= start,
+        lambda _, patched: {"logit": measure(patched[0].double()).numpy()},
         compared=False,
         clean=clean_pass(subject, batch),
     )
@@ -163,7 +161,8 @@ def _patched(
         (slopes,) = runner.first_order(every, lambda log_probs, _: [measure(log_probs.double()).sum()])
         found[layers, here] += slopes.reshape(len(layers), -1)
     else:
-        found[layers, here] = runner.measure(every, "patching")["metric"].reshape(len(layers), -1)
+        effects = runner.run(every, "patching")
+        found[layers, here] = np.stack([effects[f"{layer}/logit"][:, 0] for layer in layers])
     return found, after, before
 
 
