@@ -140,7 +140,7 @@ def _axes(layout: Mapping[str, Any], across: Sequence[float], up: Sequence[float
     for name, ends in (("xaxis", across), ("yaxis", up)):
         axis = layout[name]
         ticks = list(zip(axis.get("tickvals", ()), axis.get("ticktext", ()), strict=True)) or [
-            (value, short(value)) for value in _round(*sorted(ends), bool(axis.get("dtick")))]  # fmt: skip
+            (value, short(value)) for value in _round(min(ends), max(ends), bool(axis.get("dtick")))]  # fmt: skip
         for value, text in ticks[:: -(-len(ticks) // 8)]:
             x, y = place(value, ends[0])[0] if name == "xaxis" else left - 6, place(across[0], value)[1] + 4
             where = f'x="{x:.1f}" y="{bottom + 15:.1f}" text-anchor="middle"' if name == "xaxis" else (

@@ -78,7 +78,7 @@ def page(seen: Shown) -> str:
     figures = [("", seen.figure)] if seen.figure is not None else []
     for reading, name in seen.pictures:
         figures.append((name if reading.title == title else f"{reading.title}: {name}", reading.plot(name)))
-    pictures = []
+    pictures: list[tuple[str, Any, Any]] = []
     for named, figure in figures:
         figure.update_layout(title_text="", margin_t=10)
         html = figure.to_html(

@@ -120,9 +120,10 @@ def copying_scores(subject: Any) -> np.ndarray:
         if block.attention is None:
             continue
         norm = next((child for name, child in block.layer.named_children() if name in INPUT_NORMS), None)
-        scale, centred = (1.0, False) if norm is None else _scale(norm, embedding)
+        scale, centred = (torch.ones(embedding.shape[1]).to(embedding.device), False) if norm is None else _scale(
+            norm, embedding)  # fmt: skip
         values = torch.stack([value_weight(subject, layer, head).float() for head in range(subject.facts["kv_heads"])])
-        values = values if norm is None else values * scale[:, None]
+        values = values * scale[:, None]
         values = values - values.mean(1, keepdim=True) if centred else values
         outputs = torch.stack([output_weight(subject, layer, head).float() for head in range(found.shape[1])])
         outputs = outputs - outputs.mean(2, keepdim=True) if centred_after else outputs
@@ -150,7 +151,8 @@ def copying(subject: Any, chosen: Sequence[tuple[int, int]], length: int, sequen
                         f"{count - 1}")  # fmt: skip
     if len(chosen) > len({*chosen}):
         raise UserError(f"copying({chosen}): a head stands there twice")
-    lowest, of_layer = min(layer for layer, _ in chosen), Counter(layer for layer, _ in chosen)
+    lowest = min(layer for layer, _ in chosen)
+    of_layer: Counter[int | None] = Counter(layer for layer, _ in chosen)
     if any(2 * number > count for number in of_layer.values()):  # fewer others than chosen: from anywhere
         lowest, of_layer = 0, Counter({None: len(chosen)})
     rng, edits = np.random.default_rng(seed), {"no head": [], "these heads": chosen}
@@ -166,7 +168,8 @@ def copying(subject: Any, chosen: Sequence[tuple[int, int]], length: int, sequen
     ids, before = repeated(subject, length, sequences, seed)
     place = torch.arange(ids.shape[1])
     asked = (place >= before + length) & (place < len(place) - 1)
-    parts, sums = [], defaultdict(float)
+    parts: list[tuple[Batch, torch.Tensor, Clean | None]] = []
+    sums: dict[int, Any] = defaultdict(float)
     for some in ids.split(max(1, MOST // (length * subject.facts["vocabulary"]))):
         batch = _batch(some, asked)
         parts.append((batch, some, clean_pass(subject, batch)))

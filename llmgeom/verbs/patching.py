@@ -59,7 +59,7 @@ def patch(
             f"prompts of {lengths[0]} to {lengths[-1]} tokens: positions must match; give pairs of one length in tokens"
         )
     found, others = [], []
-    how = {"at": at, "attribution": attribution, "to": to}
+    how: dict[str, Any] = {"at": at, "attribution": attribution, "to": to}
     for i, (donor, ids) in enumerate(zip(donors, rows, strict=True)):
         if len(rows) > 1:
             tell("patching pairs", i, len(rows))
