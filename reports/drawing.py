@@ -27,6 +27,8 @@ def svg(spec: Mapping[str, Any], label: str) -> Markup:
         label: What a screen reader says.
     """
     traces = spec.get("data", ())
+    if any(trace.get("xaxis", "x") != "x" for trace in traces):  # several plots in one figure
+        return Markup("")
     kinds = {trace.get("type", "scatter") for trace in traces}
     count = sum(np.size(trace.get("z", trace.get("y", ()))) for trace in traces)
     if kinds not in ({"scatter"}, {"heatmap"}) or not count or count > MOST or "xaxis2" in spec["layout"]:
@@ -139,7 +141,8 @@ def _axes(layout: Mapping[str, Any], across: Sequence[float], up: Sequence[float
     parts = [f'<path d="M{left:.1f} {top:.1f}V{bottom:.1f}H{right:.1f}" fill="none" stroke="currentColor"/>']
     for name, ends in (("xaxis", across), ("yaxis", up)):
         axis = layout[name]
-        ticks = list(zip(axis.get("tickvals", ()), axis.get("ticktext", ()), strict=True)) or [
+        values = axis.get("tickvals") or ()
+        ticks = list(zip(values, axis.get("ticktext") or values, strict=True)) or [
             (value, short(value)) for value in _round(min(ends), max(ends), bool(axis.get("dtick")))]  # fmt: skip
         for value, text in ticks[:: -(-len(ticks) // 8)]:
             x, y = place(value, ends[0])[0] if name == "xaxis" else left - 6, place(across[0], value)[1] + 4
