@@ -18,9 +18,10 @@ from llmgeom.model.passes import Observer
 from llmgeom.plan import MAIN, Plan
 from llmgeom.probe import CONTROLS, NO_CONTEXT, PERMUTED, UNTRAINED, Needs, ProbeInput, probe
 from llmgeom.probes import known
+from llmgeom.result import Result
 from llmgeom.run import Run, read_all, run_probes
 from tests.refusals import refused
-from tests.test_scan import Seen
+from tests.test_scan import seen as mean_of
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
 
@@ -51,8 +52,8 @@ def passed(monkeypatch) -> Counter:
     return seen
 
 
-def values(data) -> Seen:
-    return Seen(mean=np.array([layer.double().mean().item() for layer in data.capture.layers(Site.VALUE)]))
+def values(data) -> Result:
+    return mean_of(np.array([layer.double().mean().item() for layer in data.capture.layers(Site.VALUE)]))
 
 
 def test_every_model_reads_every_prompt_of_all_samples_once(pythia, passed):
@@ -74,7 +75,7 @@ def test_every_model_reads_every_prompt_of_all_samples_once(pythia, passed):
 def test_runs_that_are_read_together_draw_each_copy_once_and_are_what_they_are_alone(pythia, monkeypatch):
     def look(data):
         draws = (*data.untrained, *data.permuted, *data.shuffled, data.no_context)
-        return Seen(mean=np.array([one.value[-1].double().mean().item() for one in draws]))
+        return mean_of(np.array([one.value[-1].double().mean().item() for one in draws]))
 
     every = {"look": probe(Needs({Site.VALUE}, controls={*CONTROLS}))(look)}
     plans = [Plan.of(pythia, texts(*rows), every, 6, 0) for rows in (range(12), range(20, 33))]
@@ -182,7 +183,7 @@ def test_what_is_no_model_no_probe_or_no_result_is_one_sentence(pythia):
         run_probes(pythia, batch, {"own": means}, controls=-1)
     with refused(UserError, "unknown site 'valu': did you mean 'value'?"):
         Needs(["valu"])
-    with pytest.raises(TypeError, match="probe 'own' returned a str: expected a Result"):
+    with pytest.raises(TypeError, match="probe 'own' returned a str: expected what Result.of gives"):
         run_probes(pythia, batch, {"own": SimpleNamespace(NEEDS=means.NEEDS, measure=lambda data: "1")})
 
 
