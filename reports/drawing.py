@@ -31,7 +31,7 @@ def svg(spec: Mapping[str, Any], label: str) -> Markup:
         return Markup("")
     kinds = {trace.get("type", "scatter") for trace in traces}
     count = sum(np.size(trace.get("z", trace.get("y", ()))) for trace in traces)
-    if kinds not in ({"scatter"}, {"heatmap"}) or not count or count > MOST or "xaxis2" in spec["layout"]:
+    if kinds not in ({"scatter"}, {"heatmap"}) or not count or count > MOST:
         return Markup("")
     layout = spec["layout"]
     across, up = ([*layout[name].get("range", ())] for name in ("xaxis", "yaxis"))
