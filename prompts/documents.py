@@ -10,10 +10,10 @@ from itertools import islice
 from random import Random
 from typing import Any
 
+from llmgeom import columns
 from llmgeom.batch import Batch, Text
 from llmgeom.errors import UserError
 from llmgeom.optional import silence
-from llmgeom.prompts import columns
 from llmgeom.prompts.files import LONGEST
 from llmgeom.prompts.overlap import Distinct
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from llmgeom import columns
 from llmgeom.batch import Batch, Text
 from llmgeom.errors import UserError, unknown
-from llmgeom.prompts import columns
 
 LONGEST = 100_000
 MOST = 2**28  # bytes of a file
@@ -39,7 +39,7 @@ def read(path: str, cluster: str | None = None) -> Batch:
     (`NO_LINES`), are refused; .pt is refused if the file contains tensors. In a table "text" is required; "template",
     "domain" and "tags" are optional text. Chats have "messages" instead of "text", a list of objects with `role` and
     `content`; a column "conversation" is then their cluster. Every other column is kept in `Batch.columns` as numbers,
-    truth values or text (see `llmgeom.prompts.columns`), except columns of lists or objects, which `source` names.
+    truth values or text (see `llmgeom.columns`), except columns of lists or objects, which `source` names.
     Blank lines at the end are ignored.
 
     Args:

@@ -331,9 +331,7 @@ def weighed() -> list[str]:
 
 def induction() -> list[str]:
     """Heads on repeated random tokens."""
-    lead = (
-        "Random tokens, repeated; intervals over 8 sequences (`llmgeom heads`; record `smollm2_heads`):"
-    )
+    lead = "Random tokens, repeated; intervals over 8 sequences (`llmgeom heads`; record `smollm2_heads`):"
     return [lead, "", *heads("smollm2"), *heads("gemma"), ""]
 
 

@@ -183,7 +183,7 @@ def test_what_is_no_model_no_probe_or_no_result_is_one_sentence(pythia):
         run_probes(pythia, batch, {"own": means}, controls=-1)
     with refused(UserError, "unknown site 'valu': did you mean 'value'?"):
         Needs(["valu"])
-    with pytest.raises(TypeError, match="probe 'own' returned a str: expected what Result.of gives"):
+    with pytest.raises(TypeError, match=r"probe 'own' returned a str: expected what Result\.of gives"):
         run_probes(pythia, batch, {"own": SimpleNamespace(NEEDS=means.NEEDS, measure=lambda data: "1")})
 
 

@@ -222,12 +222,15 @@ def _stored(settings: RunConfig) -> tuple[Path, Record]:
     """Measure stored activations: no model is loaded. (folder, record)."""
     from llmgeom.model import hub
     from llmgeom.probes.labels import activations
+    from llmgeom.prompts import files
 
     path = str(settings.activations)
     of_default = {"model"} if settings.model == hub.default()[0] else set()
     unread = [name for name in settings.changed if name not in {*OF_ACTIVATIONS, *of_default}]
     settings.refuse_unread(unread, f"--activations {path}", ": no model is read")
-    x, untrained, batch = activations.read(path, settings.cluster, settings.prompts)
+    x, untrained, batch = activations.read(
+        path, settings.cluster, files.read(settings.prompts) if settings.prompts else None
+    )
     probe = settings.probe()
     if settings.layers != "all":
         probe = replace(probe, layers=places("--layers", settings.layers, x.shape[1]))

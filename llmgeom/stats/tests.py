@@ -9,7 +9,6 @@ from typing import ClassVar, Literal
 
 import numpy as np
 from jaxtyping import Float, Real
-from scipy.special import ndtri, stdtr
 
 from llmgeom.errors import UserError
 from llmgeom.stats.resampling import (
@@ -248,6 +247,8 @@ def outside_p(value: float, interval: Interval, near: float, far: float, cluster
 
 def _beyond(room: float, reach: float, interval: Interval, clusters: int) -> float:
     """P(T > room / s), s the standard error on the side on which the interval's end is `reach` away from the value."""
+    from scipy.special import stdtr  # tenths of a second, which a page of a stored record need not take
+
     if math.isinf(room) or reach <= 0:
         return float(room <= 0)
     units = interval.units or clusters
@@ -256,6 +257,8 @@ def _beyond(room: float, reach: float, interval: Interval, clusters: int) -> flo
 
 def two_sided_p(value: float, error: float, units: int | float) -> float:
     """Student's p that a value with this standard error is 0, with units - 1 (at least 1) degrees of freedom."""
+    from scipy.special import stdtr
+
     return 2 * float(stdtr(max(units - 1, 1), -abs(value) / error)) if error > 0 else float(value == 0)
 
 
@@ -274,6 +277,8 @@ def needed_n_mean(effect: float, sd: float, power: float = 0.9, level: float = 0
     Guenther's (1981), for an estimated variance. For a jackknifed statistic sd is its standard error times
     sqrt(clusters).
     """
+    from scipy.special import ndtri
+
     if effect == 0 or sd <= 0:
         raise ValueError(f"declared effect {effect}, sd {sd}: the effect must not be 0 and the sd must be positive")
     a = ndtri((1 + level) / 2)

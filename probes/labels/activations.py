@@ -12,14 +12,13 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
-from llmgeom import __version__, claims
+from llmgeom import __version__, claims, columns
 from llmgeom.batch import Batch, Rows, Text, recorded
 from llmgeom.errors import UserError, in_float64
 from llmgeom.files import sha256
 from llmgeom.probe import Capture, ProbeInput
 from llmgeom.probes.labels.inputs import FINAL, LENGTH, pooled
 from llmgeom.probes.labels.probe import PROBE, LabelProbe, Place
-from llmgeom.prompts import columns, files
 from llmgeom.record import Record
 
 ACTIVATIONS, UNTRAINED = "activations", "untrained"
@@ -41,7 +40,7 @@ class ArrayProbe(LabelProbe):
         return {(ACTIVATIONS, i): partial(pooled, capture, layers, i, "last") for i in chosen}
 
 
-def read(path: str, cluster: str | None = None, prompts: str | None = None) -> tuple[Layers, list[Layers], Batch]:
+def read(path: str, cluster: str | None = None, texts: Batch | None = None) -> tuple[Layers, list[Layers], Batch]:
     """The activations of a file, those of untrained copies, and the rows with their labels.
 
     Of a .safetensors or .npz file, or a Parquet table of lists: the array `activations` (or the only one with more than
@@ -50,7 +49,7 @@ def read(path: str, cluster: str | None = None, prompts: str | None = None) -> t
 
     Args:
         cluster: The column whose equal values stay in one fold; by default each row is its own cluster.
-        prompts: A table with a row for each row of the activations: its texts and further columns.
+        texts: A prompt for each row of the activations, with further columns.
 
     Raises:
         UserError: The file is missing, of another format or holds pickled objects; no activations, or several; shapes
@@ -77,10 +76,9 @@ def read(path: str, cluster: str | None = None, prompts: str | None = None) -> t
     rows = [dict(zip(cells, row, strict=True)) for row in zip(*cells.values(), strict=True)]
     further, _ = columns.kept(rows, frozenset())
     batch = batch_of(len(x), further, Path(path).name)
-    if prompts:
-        texts = files.read(prompts)
+    if texts is not None:
         if len(texts) != len(x):
-            raise UserError(f"--prompts {prompts} has {len(texts)} rows, {name} {len(x)}: expected one for each")
+            raise UserError(f"--prompts has {len(texts)} rows, {name} {len(x)}: expected one for each")
         batch = replace(batch, inputs=texts.inputs, cluster=texts.cluster, columns={**texts.columns, **batch.columns})
     if cluster:
         batch = replace(batch, cluster=tuple(map(str, batch.column(cluster))))

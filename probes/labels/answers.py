@@ -12,11 +12,11 @@ from scipy.stats import binomtest
 
 from llmgeom.batch import Batch, Rows, Text, Tokens, recorded
 from llmgeom.claims import Null, cut, declared, estimate
+from llmgeom.columns import CHOICES, MESSAGES
 from llmgeom.errors import NO_TOKENIZER, UserError, brief
 from llmgeom.model.tokenizing import encode
 from llmgeom.probe import MOST_PROMPTS, Model, Needs, Observer, ProbeInput, Step
 from llmgeom.probes.shared.nulls import permutation_null
-from llmgeom.prompts.columns import CHOICES, MESSAGES
 from llmgeom.record import Record
 from llmgeom.result import Estimate, Result, labelled, line
 from llmgeom.stats.label_scores import (

@@ -13,12 +13,12 @@ from sklearn.base import BaseEstimator
 from sklearn.metrics import accuracy_score, r2_score
 
 from llmgeom.batch import Batch
+from llmgeom.columns import MESSAGES, spoken
 from llmgeom.errors import UserError, brief
 from llmgeom.probe import Model, Site
 from llmgeom.probes.labels import activations
 from llmgeom.probes.labels.inputs import pooled, queried, read_positions
 from llmgeom.probes.labels.probe import PROBE, WHERE, LabelProbe
-from llmgeom.prompts.columns import MESSAGES, spoken
 from llmgeom.record import Record
 from llmgeom.run import run_probes
 from llmgeom.verbs.reading import Reading, called

@@ -16,11 +16,11 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from llmgeom.batch import Batch, Tokens, row_numbers
+from llmgeom.columns import MESSAGES
 from llmgeom.errors import Unavailable, UserError, unknown
 from llmgeom.model.capture import Capture
 from llmgeom.model.model import Model
 from llmgeom.model.tokenizing import has_template, token_ids
-from llmgeom.prompts.columns import MESSAGES
 from llmgeom.stats.label_scores import Kind
 from llmgeom.stats.tests import rank_spline
 
