@@ -82,12 +82,15 @@ class Quantity:
 Labelled = tuple[Quantity, np.ndarray]
 
 
-def labelled(array: Any, axes: str, unit: str, meaning: str, figure: Figure | None = None) -> Labelled | None:
+def labelled(
+    array: Any, axes: str | tuple[str, ...], unit: str, meaning: str, figure: Figure | None = None
+) -> Labelled | None:
     """An array with what it is: `labelled(x, "layer head", "bits", "entropy of the final query's attention row")`.
 
     None stays None: a quantity that is not measured.
     """
-    return None if array is None else (Quantity(tuple(axes.split()), unit, meaning, figure), np.asarray(array))
+    names = tuple(axes.split()) if isinstance(axes, str) else axes
+    return None if array is None else (Quantity(names, unit, meaning, figure), np.asarray(array))
 
 
 def line(
@@ -109,10 +112,10 @@ def line(
         beside: As in `Figure`.
     """
     around = {"interval": (f"95 % interval over {interval[0]}", interval[1]), "null": null}
-    bounds = {f"{name}_{part}": labelled(ends, f"{axis} bound", unit, says) for part, (says, ends) in around.items()}
+    bounds = {f"{name}_{part}": labelled(ends, (axis, "bound"), unit, says) for part, (says, ends) in around.items()}
     ends = {part: f"{name}_{part}" * (bounds[f"{name}_{part}"] is not None) for part in around}
     figure = Figure("curve", band=ends["null"], interval=ends["interval"], beside=beside)
-    return {name: labelled(values, axis, unit, meaning, figure), **bounds}
+    return {name: labelled(values, (axis,), unit, meaning, figure), **bounds}
 
 
 @dataclass(frozen=True)

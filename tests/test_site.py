@@ -64,6 +64,8 @@ def test_numbers_and_outputs_of_pages_are_the_stored_ones(results):
 
 def test_every_stored_result_is_that_of_its_command(results):
     for path in results.STORE.glob("*.json"):
+        if path.stem == "beliefs":  # of studies.beliefs, a command for each of its runs
+            continue
         assert results.stored(path.stem)["command"] == results.COMMANDS[path.stem], f"{path.stem}: make docs-numbers"
 
 

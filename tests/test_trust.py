@@ -58,7 +58,9 @@ def opened(node: ast.AST) -> str:
         return ""
     called = ast.unparse(node.func)
     flags = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-    if called in ("torch.load", "torch.hub.load", "pd.read_pickle") or "allow_pickle" in flags:
+    if called == "torch.load" and flags.get("weights_only") == "True":  # tensors alone: test_transport.py tries code
+        return ""
+    if called in ("torch.load", "torch.hub.load", "pd.read_pickle") or flags.get("allow_pickle", "False") != "False":
         return called
     trusting = flags.get("use_safetensors") != "True" or flags.get("trust_remote_code", "False") != "False"
     return called if called.endswith("AutoModelForCausalLM.from_pretrained") and trusting else ""
