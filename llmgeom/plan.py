@@ -222,10 +222,11 @@ class Plan:
                 if self.sites is None or Site.ATTENTION in self.sites:
                     observers += attention_observer(self.subject, batch)
                 observers += [self.no_context.observer] if self.no_context else []
-            edits = [self.no_context.edit(batch, means)] if kind == NO_CONTEXT and self.no_context else []
+            silent = self.no_context if kind == NO_CONTEXT else None
+            edits = [silent.edit(batch, means)] if silent else []
             wanted = sites.union(*(one.wanted for one in observers))
             # Without context nothing moves between positions: where no attention is read, the last one runs alone.
-            alone = bool(edits) and batch.query is None and not wanted & INSIDE and self.no_context.cuts_all(batch)
+            alone = silent is not None and batch.query is None and not wanted & INSIDE and silent.cuts_all(batch)
             more = {"observers": [*dict.fromkeys(observers)], "edits": edits, "alone": alone}
             found.append((plan_control(self.reader, seed, batch, sites, **more, **options), rows))
         return found

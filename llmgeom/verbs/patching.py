@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit, Resume, Where
 from llmgeom.model.resume import clean_pass
 from llmgeom.model.weights import output_weight
-from llmgeom.probes.interventions.intervention import Intervention, Runner
+from llmgeom.probes.interventions.intervention import Intervention, Location, Runner
 from llmgeom.progress import tell
 from llmgeom.verbs.lens import texts_of, token_of
 from llmgeom.verbs.reading import Reading, called
@@ -251,7 +251,7 @@ def _edges(
         moved = subject.capture(copies, site, [edit], layers=layer, resume=resume)[site, layer][:, read].double()
         own = subject.capture(replace(batch, query=asked[:1]), site, layers=layer)[site, layer][:, read].double()
         changes = (moved.view(len(senders), -1, dim) - own).cpu()
-        columns = slice(read * dim, (read + 1) * dim)
+        columns, place = slice(read * dim, (read + 1) * dim), cast(Location, (point, layer))
 
         def into(i: int) -> Intervention:
             def move(x: Tensor, row: Tensor) -> Tensor:
@@ -259,10 +259,11 @@ def _edges(
                 whole[:, columns] = changes[i][row]
                 return whole
 
-            return Intervention(str(i), {(point, layer): move}, columns)
+            return Intervention(str(i), {place: move}, columns)
 
         measured = Runner(subject, batch, asked[:1], lambda _, x: {"m": measure(x[0].double()).numpy()}, compared=False,
                           clean=clean)  # fmt: skip
-        effects = [e[0, 0] for e in measured.run([into(i) for i in range(len(senders))], "patching edges").values()]
+        made = measured.run([into(i) for i in range(len(senders))], "patching edges").values()
+        effects = np.array([e[0, 0] for e in made])
     found[tuple(np.array(senders).T)] = effects
     return found
