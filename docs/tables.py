@@ -77,38 +77,6 @@ def smollm2() -> list[str]:
     return rows(("process", "exact accuracy", "accuracy", "weight", "resolution"), body)
 
 
-def beliefs() -> list[str]:
-    """Beliefs in long contexts, as `python -m studies.beliefs` stored them."""
-    body = []
-    for run in stored("docs/results/beliefs.json")["runs"]:
-        spans = {name: f"{short(v)} [{short(low)}, {short(high)}]" for name, (v, low, high) in run["numbers"].items()}
-        untrained = run["numbers"].get("untrained beyond all rivals")
-        moved = {name.partition(": ")[2]: f"{short(of['moved'][0])} [{short(of['moved'][1])}, {short(of['moved'][2])}]"
-                 for name, of in reversed(run["used"].items())}  # fmt: skip
-        away = [short(run["positions"][name][-1]) for name in ("KL to the exact next symbol", "KL of an even answer")]
-        body.append([
-            "tunnel" if run["model"] == "tunnel" else "SmolLM2",
-            run["run"].removeprefix("tunnel, ").replace("tunnel", "mess3"),
-            f"{run['numbers']['R2'][0]:.3f}".replace("0.", "."), 
-            short(run["rivals"]["last 6 symbols"]), short(run["rivals"]["all of these together"]),
-            spans["beyond all rivals"], "" if untrained is None else short(untrained[0]), "; ".join(away),
-            moved.get("along the belief", ""), moved.get("random, as long", ""),
-        ])  # fmt: skip
-    names = (
-        "model",
-        "run",
-        "R2",
-        "last six",
-        "all rivals",
-        "beyond all",
-        "untrained",
-        "bits; even",
-        "moved",
-        "random",
-    )
-    return rows(names, sorted(body))
-
-
-READING = (beliefs, dynamics, patched, smollm2)
+READING = (dynamics, patched, smollm2)
 RATES = (planted,)
 TABLES = {made.__name__: made for made in (*READING, *RATES)}

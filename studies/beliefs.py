@@ -1,4 +1,4 @@
-"""Beliefs in long contexts: six processes, five renderings, mixtures and a wind tunnel, for docs/evidence.md.
+"""Beliefs in long contexts: six processes, five renderings, mixtures and a wind tunnel, for docs/findings.md.
 
     python -m studies.beliefs MODEL NAME DTYPE COPIES [RUN ...]    # measures, and stores in docs/results/beliefs.json
 

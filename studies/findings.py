@@ -19,7 +19,6 @@ from typing import Any
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE, FIGURE, REST = DOCS / "findings.md", DOCS / "pictures" / "findings.svg", "## In small models of known truth"
 MODELS = {"smollm2": "SmolLM2", "gemma": "Gemma"}
-# What the page calls a claim: record, metric, format, and the sign of the claimed effect (0: none is drawn).
 SCANS = {"smollm2": "smollm2", "gemma": "gemma_seed0"}  # with controls; the other scans are replicates of values
 # What the page calls a claim: record ("" for the scan), metric, format, and the claimed effect (0: none is drawn).
 PREDICTED = {
@@ -107,17 +106,6 @@ def predictions() -> list[str]:
     return table(["Paper III says", *MODELS.values()], body)
 
 
-def replicates() -> list[str]:
-    """The values of the scans' claims for each seed of prompts, and in float32."""
-    body = []
-    for claim, (name, _, form, _) in PREDICTED.items():
-        if not name:
-            every = [[claimed(model, claim, seed) for seed in SEEDS] for model in MODELS]
-            cells = [", ".join("–" if one is NONE else number(one["value"], form) for one in row) for row in every]
-            body.append([claim.split("** ")[-1], *cells])
-    return table(["seeds 0, 1, 2 in bfloat16, and float32", *MODELS.values()], body)
-
-
 def evidence() -> list[str]:
     """Two labels in context (SULA): the conditions of both models."""
     names = {
@@ -147,30 +135,25 @@ def heads(model: str) -> list[str]:
     return textwrap.wrap(f"- {MODELS[model]}: {' '.join(lines[: lines.index('')])}", 132, subsequent_indent="  ")
 
 
-def beliefs() -> list[str]:
-    """Read-outs of exact beliefs beside the best reader that needs no belief, and whether patching moves answers."""
-
-    def span(numbers: Sequence[float], form: str) -> str:
-        return value(dict(zip(("value", "low", "high"), numbers, strict=True)), form)
-
-    body = []
+def beliefs() -> dict[str, dict[str, Any]]:
+    """The runs that the page shows, by model and process: of tunnels, and of models in bfloat16 reading letters."""
+    found = {}
     for run in stored("beliefs")["runs"]:
-        if (
-            (run["dtype"] == "bfloat16" or run["model"] == "tunnel")
-            and run["rendering"] == "spaces"
-            and not run["seed"]
-        ):
+        tunnel = run["model"] == "tunnel"
+        if (run["dtype"] == "bfloat16" or tunnel) and run["rendering"] == "spaces" and not run["seed"]:
             name = next((one for key, one in MODELS.items() if key[:4] in run["model"].lower()), "a tunnel")
-            numbers, rivals, best = run["numbers"], run["rivals"], run["best rival"]
-            moved = [edit["moved"] for of, edit in run["used"].items() if of.endswith("another belief")]
-            cells = [
-                f"{name}, {run['run'].removeprefix('tunnel, ').replace('tunnel', 'mess3')}",
-                span(numbers["R2"], ".3f"),
-            ]
-            cells += [number(rivals["last 3 symbols"], ".3f"), f"{best}: {number(rivals[best], '.3f')}"]
-            body.append([*cells, span(numbers["beyond best rival"], ".2f"), span(moved[0], ".2f") if moved else ""])
-    head = ["model, process", "R2 of the belief", "of the last 3 symbols", "best rival"]
-    return table([*head, "partial R2 beyond it", "answer moved by another belief"], body)
+            found[f"{name}, {run['run'].removeprefix('tunnel, ').replace('tunnel', 'mess3')}"] = run
+    return found
+
+
+def spread(numbers: Sequence[float]) -> dict[str, float]:
+    """A stored triple as value, low and high."""
+    return dict(zip(("value", "low", "high"), numbers, strict=True))
+
+
+def moved(run: dict[str, Any], of: str) -> dict[str, float]:
+    """How far the stream of another or the same belief moved the answer, at the first layer where it was put in."""
+    return next((spread(edit["moved"]) for name, edit in run["used"].items() if name.endswith(f"{of} belief")), {})
 
 
 def neurons() -> list[str]:
@@ -197,12 +180,12 @@ def rescue() -> list[str]:
     """Accuracy past the horizon by block, beside the published numbers."""
     found, body = metrics("rescue"), []
     for block in range(4):
-        names = [f"{arm}, block {block}" for arm in ("whole", "update", "random", "mismatched")]
+        names = [f"{arm}, block {block}" for arm in ("whole", "update", "random")]
         names += [f"mismatched, block {block}: the donor's answer", f"lens of the donor, block {block}"]
         cells = [value(found[name], ".2f") if name in found else "" for name in names]
         body.append([str(block), PUBLISHED[block], *cells])
-    head = ["input of block", "published", "whole state", "update alone", "random", "mismatched donor"]
-    return table([*head, "of it, the donor's answer", "logit lens of the donor"], body)
+    head = ["input of block", "published", "whole state", "update alone", "random"]
+    return table([*head, "mismatched donor's answer", "logit lens of the donor"], body)
 
 
 def figure() -> Any:
@@ -281,12 +264,20 @@ def four() -> list[str]:
 
 def replicated() -> list[str]:
     """Other prompts and another precision."""
-    return [
-        "### Seeds of prompts, and precision",
-        "",
-        *prose("Values of other scans (`smollm2_seed0`, `gemma_seed1` ...) without controls, and so without words:"),
-        *replicates(),
-    ]
+    shown = []
+    for model, name in MODELS.items():
+        ranges = []
+        for claim, (of, _, form, _) in PREDICTED.items():
+            each = [one["value"] for seed in SEEDS if (one := claimed(model, claim, seed)) is not NONE and not of]
+            if len(each) > 1:
+                low, high = (number(end(each), form) for end in (min, max))
+                claim = claim.split("** ")[-1].split(": ")[-1].removeprefix("and ").replace("\\", "")
+                ranges.append(f"{claim} {low if low == high else f'{low} to {high}'}")
+        shown.append(f"{name}: {'; '.join(ranges)}")
+    return prose(
+        f"Other seeds of prompts, and precision (`smollm2_seed0`, `gemma_seed1` ...; values without controls): "
+        f"{'. '.join(shown)}."
+    )
 
 
 def axis() -> list[str]:
@@ -323,7 +314,7 @@ def weighed() -> list[str]:
                 f"**Both weigh labels about twice as much as Bayes' rule says**: log odds grow {shown} times as fast.",
                 *(one["low"] < 2.1 and one["high"] > 1.9 and one["low"] > 1.5 for one in slopes),
             )
-            + " Eight worlds of SmolLM2: [evidence](evidence.md#smollm2-135m-instruct)."
+            + " SmolLM2 on more worlds: [evidence](evidence.md#smollm2-135m-instruct)."
         ),
         *evidence(),
     ]
@@ -337,16 +328,53 @@ def induction() -> list[str]:
 
 def believed() -> list[str]:
     """Beliefs about a hidden state in long contexts."""
+    found, body = beliefs(), []
+    for name, run in found.items():
+        numbers, rivals = run["numbers"], run["rivals"]
+        untrained = numbers.get("untrained beyond all rivals")
+        away = (run["positions"][of][-1] for of in ("KL to the exact next symbol", "KL of an even answer"))
+        another, same = moved(run, "another"), moved(run, "the same")
+        body.append([
+            name, value(spread(numbers["R2"]), ".3f"), number(rivals["last 6 symbols"], ".2f"),
+            number(rivals["all of these together"], ".2f"), value(spread(numbers["beyond all rivals"]), ".2f"),
+            number(untrained[0], ".2f") if untrained else "–",
+            f"{value(another, '.2f')}; {number(same['value'], '.2f')}" if another and same else "–",
+            "; ".join(number(x, ".2f") for x in away),
+        ])  # fmt: skip
+    beyond = {name: spread(run["numbers"]["beyond all rivals"]) for name, run in found.items()}
+    known, taught, asked = (beyond[name] for name in ("a tunnel, mess3", "a tunnel, slow", "SmolLM2, slow"))
+    slow = found["SmolLM2, slow"]
+    answer, control = moved(slow, "another"), slow["numbers"].get("untrained beyond all rivals")
+    copy = "no untrained copy was read" if not control else f"an untrained copy {number(control[0], '.2f')}"
     return [
         *prose(
-            """Ridge read-outs of the exact belief, at the layer that reads best, held out by sequence; SmolLM2 in
-            bfloat16, 16 sequences of 512 symbols; tunnels of the process, 64 of 64 (`python -m studies.beliefs`,
-            record `beliefs`; [more](evidence.md#beliefs-in-long-contexts)). A belief is more than a short memory where
-            the partial R2 beyond the best rival reader is above 0, and it is used where the residual stream of another
-            belief, at equal last symbols, moves the answer (1: as far as the exact answers are apart)."""
+            said(
+                f"**mess3 cannot tell a belief from a short memory**: even a tunnel trained on it has only "
+                f"{value(known, '.2f')} beyond all rivals. **The slow chain can**: there a tunnel has "
+                f"{value(taught, '.2f')} and SmolLM2 {value(asked, '.2f')} ({copy}). **SmolLM2's answer does not move "
+                f"with the belief**: {value(answer, '.2f')} of the way, and ends further from the exact one than an even "
+                "answer.",
+                known["value"] < 0.1,
+                taught["low"] > 0.5,
+                asked["low"] > 0 and asked["high"] < taught["low"],
+                answer["low"] < 0 < answer["high"],
+                slow["positions"]["KL to the exact next symbol"][-1] > slow["positions"]["KL of an even answer"][-1],
+            )
         ),
-        *beliefs(),
-    ]
+        *prose(
+            """Ridge read-outs of the exact belief, at the layer that reads best, held out by sequence; SmolLM2 in
+            bfloat16, 16 sequences of 512 symbols; tunnels of the process, 64 of 64 (`python -m studies.beliefs`, record
+            `beliefs`; [method](evidence.md#beliefs-in-long-contexts)). *Beyond all rivals*: partial R2, of what readers
+            of the last 1 to 6 symbols, counts and exponential filters together leave. *Moved*: by the residual
+            stream of another belief at equal last symbols (1: as far as the exact answers are apart); of the same
+            belief. *Bits*: of the answers from the exact ones; of even answers."""
+        ),
+        *table(
+            ["model, process", "R2 of the belief", "last 6 symbols", "all rivals", "beyond all rivals", "untrained",
+             "moved; same", "bits; even"],
+            body,
+        ),
+    ]  # fmt: skip
 
 
 def regulated() -> list[str]:
@@ -356,20 +384,18 @@ def regulated() -> list[str]:
         "## Entropy neurons",
         "",
         *prose(
-            """Stolfo et al. (2024, arXiv 2406.16254) found neurons that write where the unembedding reads least and act
-            through the final norm's scale. An entropy axis of that kind would be readable and, with the scale frozen,
-            without use. `python -m studies.entropy_neurons` (record `smollm2_neurons`): axes of one
-            half of the prompts are projected out on the other; mean change of entropy without sign; random directions
-            as long, whose null share is .05 on average."""
+            """Do entropy axes, as the neurons of Stolfo et al. (2024, arXiv 2406.16254), lie where the unembedding
+            reads least, and act through the final norm's scale (nothing, with it *frozen*)? `python -m
+            studies.entropy_neurons` (record `smollm2_neurons`): axes of one half of the prompts are projected out on
+            the other; mean size of the change of entropy; beside random directions as long."""
         ),
         *prose(
             said(
                 "**In SmolLM2 entropy is readable where the unembedding reads least**, along the ridge axes; removed "
                 "from the values, such an axis moves entropy less than random directions do. **No part of the norm is "
                 "seen** there: with its scale frozen the change is no smaller, and of the 16 neurons of the largest "
-                f"null share its part is {value(found[LEAST + ': by the norm'], '.2f')}. So the null space, and not "
-                'confidence regulation, is the candidate for "readable, not used". Not excluded: that all directions '
-                "along which residual streams vary lie there; those were not drawn.",
+                f"null share its part is {value(found[LEAST + ': by the norm'], '.2f')}. Not excluded: that all "
+                "directions along which residual streams vary lie there; those were not drawn.",
                 *(found[f"{of}: null share"]["value"] > found[f"{of}: null share"]["control_high"] for of in AXES),
                 *(found[f"{of} ridge: |rho| with entropy"]["low"] > 0 for of in ("value", "residual")),
                 *(apart(found[f"value {of}: free"]) == -1 for of in ("pc1", "ridge")),
@@ -424,9 +450,9 @@ def page() -> str:
             """SmolLM2-135M-Instruct (30 layers; 9 query heads share 3 of keys and values) and Gemma-3-270M (base; 18
             layers; 4 share 1; in 15 layers a window of 512 tokens), read from 4-bit files, dequantised.
             `python -m studies.findings` writes this page, down to "In small models of known truth", from
-            `docs/results/`; `python docs/results.py --run NAME` measures a record again, by its command in
-            `docs/results/commands.toml` (GEMMA: a folder or GGUF file). Intervals are 95 %, over templates, sets of
-            labels, or heads. The control is the hardest that a claim names; the [word](claims.md) comes from both."""
+            `docs/results/`; `python docs/results.py --run NAME` measures a record again. Intervals are 95 %, over
+            templates, sets of labels, or heads. The control is the hardest that a claim names; the [word](claims.md)
+            comes from both."""
         ),
         "![Both models on one scale: 0 is the hardest control, 1 the claimed effect beyond it](pictures/findings.svg)",
         "",
@@ -451,11 +477,10 @@ def page() -> str:
 def limits() -> list[str]:
     """What two trainings, read once, leave open."""
     each = (
-        "Whether a property is one of language models, of size, or of grouped queries: these are two trainings, which "
-        "differ in everything. What a window does: no prompt here is as long as Gemma's.",
-        "Whether rounding to 4 bits matters: other weights were not read.",
-        "Whether an answer comes from a belief or from a count: for two labels the exact log odds depend on the "
-        "difference of the counts alone, and a counter of the same weight answers the same.",
+        "Whether a property is one of language models, of size, or of grouped queries: these are two trainings. What "
+        "a window does: no prompt is as long as Gemma's. Whether rounding to 4 bits matters.",
+        "Whether an answer to two labels comes from a belief or from a count: the exact log odds depend on the "
+        "difference of the counts alone.",
     )
     return [line for one in each for line in textwrap.wrap(f"- {one}", 132, subsequent_indent="  ")] + [""]
 
