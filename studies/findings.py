@@ -352,12 +352,12 @@ def believed() -> list[str]:
                 f"**mess3 cannot tell a belief from a short memory**: even a tunnel trained on it has only "
                 f"{value(known, '.2f')} beyond all rivals. **The slow chain can**: there a tunnel has "
                 f"{value(taught, '.2f')} and SmolLM2 {value(asked, '.2f')} ({copy}). **SmolLM2's answer does not move "
-                f"with the belief**: {value(answer, '.2f')} of the way, and ends further from the exact one than an even "
-                "answer.",
+                f"with the belief**: {value(answer, '.2f')} of the way, and ends further from the exact one than an "
+                "even answer.",
                 known["value"] < 0.1,
                 taught["low"] > 0.5,
                 asked["low"] > 0 and asked["high"] < taught["low"],
-                answer["low"] < 0 < answer["high"],
+                answer["low"] < 0 < answer["high"] < 0.25,
                 slow["positions"]["KL to the exact next symbol"][-1] > slow["positions"]["KL of an even answer"][-1],
             )
         ),
