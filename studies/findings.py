@@ -113,7 +113,6 @@ def evidence() -> list[str]:
         "mass of the answers": ("probability of both labels", ".2f"),
         "bias": ("bias, bits", ".1f"),
         "movement: remap": ("answer moves with other labels", ".2f"),
-        "movement: permuted": ("with another order", ".2f"),
         "consistent against alternating": ("consistent against alternating labels, of the exact fall", ".2f"),
     }
     every = {model: metrics(f"{model}_evidence") for model in MODELS}
@@ -157,7 +156,7 @@ def moved(run: dict[str, Any], of: str) -> dict[str, float]:
 
 
 def neurons() -> list[str]:
-    """Axes and neurons beside the unembedding's near-null space."""
+    """Axes beside the unembedding's near-null space."""
 
     def cell(one: dict[str, Any] | None) -> str:
         if one is None:
@@ -168,7 +167,7 @@ def neurons() -> list[str]:
     kinds = ("|rho| with entropy", "null share", "free", "frozen")
     body = [
         [f"{name}, {MODELS[model]}", *(cell(metrics(f"{model}_neurons").get(f"{name}: {kind}")) for kind in kinds)]
-        for name in (*AXES, LEAST, "other neurons")
+        for name in AXES
         for model in MODELS
         if metrics(f"{model}_neurons")
     ]
