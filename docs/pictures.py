@@ -31,12 +31,10 @@ if TYPE_CHECKING:
 OUT = Path(__file__).parent / "pictures"
 PICTURES = {  # probe, or another name: run folder, quantity, and then the probe
     "attention_focus": ("pythia", "normalised"),
-    "attn_out": ("pythia", "attn_out_pc12", "value_manifold"),
     "belief_clusters": ("hmm", "silhouettes"),
     "belief_held": ("mess3", "belief_held", "belief_readout"),
     "belief_readout": ("hmm", "missed"),
     "belief_untrained": ("mess3", "belief_untrained", "belief_readout"),
-    "domain_restriction": ("pythia", "domain_pc12", "value_manifold"),
     "key_orthogonality": ("pythia", "columns_mean"),
     "length_generalisation": ("hmm-long", "kl"),
     "qk_alignment": ("recall", "excess"),
