@@ -67,14 +67,13 @@ def planted() -> list[str]:
 
 
 def smollm2() -> list[str]:
-    """Accuracy, weight and resolution of SmolLM2 in every process: a command of `results/commands.toml`."""
+    """Weight and resolution of SmolLM2 in every process: a command of `results/commands.toml`."""
     found, body = stored("docs/results/smollm2_chat.json")["metrics"], []
     for process in sorted({name[1:].partition("]")[0] for name in found} - {"profile"}):
-        of = {name.partition("]")[2]: one for name, one in found.items() if name.startswith(f"[{process}]")}
-        names = ("accuracy", "weight of evidence", "resolution")
-        spans = (f"{short(of[name]['value'])} [{short(of[name]['low'])}, {short(of[name]['high'])}]" for name in names)
-        body.append([f"`{process}`", short(of["accuracy"]["control_centre"]), *spans])
-    return rows(("process", "exact accuracy", "accuracy", "weight", "resolution"), body)
+        of = [found[f"[{process}]{name}"] for name in ("weight of evidence", "resolution")]
+        spans = (f"{short(one['value'])} [{short(one['low'])}, {short(one['high'])}]" for one in of)
+        body.append([f"`{process}`", *spans])
+    return rows(("process", "weight", "resolution"), body)
 
 
 READING = (dynamics, patched, smollm2)
