@@ -58,14 +58,6 @@ def dynamics() -> list[str]:
     return rows(["ratio of steps", *metrics], body)
 
 
-def planted() -> list[str]:
-    """The label probe on planted truths, as `python -m studies.planted_labels` printed them, but folds by row."""
-    printed = (ROOT / "studies/planted_labels.txt").read_text(encoding="utf-8").splitlines()
-    every = [[cell.strip() for cell in line.strip("|").split("|")] for line in printed[2:-1]]
-    body = [[planted, n, holds, score, control] for planted, n, _, holds, score, control in every]
-    return rows(["planted", "prompts", "holds", "score", "hardest control"], body)
-
-
 def smollm2() -> list[str]:
     """Weight and resolution of SmolLM2 in every process: a command of `results/commands.toml`."""
     found, body = stored("docs/results/smollm2_chat.json")["metrics"], []
@@ -76,6 +68,4 @@ def smollm2() -> list[str]:
     return rows(("process", "weight", "resolution"), body)
 
 
-READING = (dynamics, patched, smollm2)
-RATES = (planted,)
-TABLES = {made.__name__: made for made in (*READING, *RATES)}
+TABLES = {made.__name__: made for made in (dynamics, patched, smollm2)}
