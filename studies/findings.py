@@ -281,10 +281,8 @@ def axis() -> list[str]:
             )
         )
     return [
-        "### The entropy axis",
-        "",
         *prose(
-            f"`llmgeom ablate` (record `smollm2_ablate`; 37 prompts): without PC1 of the last layer's values the next "
+            f"Without PC1 of the last layer's values (`llmgeom ablate`, record `smollm2_ablate`; 37 prompts) the next "
             f"token changes by a KL in bits of {' and '.join(shown)}, no more than by equal random edits."
         ),
     ]
@@ -407,8 +405,8 @@ def rescued() -> list[str]:
     whole, update, random, lens = (arm(name) for name in ("whole", "update", "random", "lens of the donor"))
     wrong = [found[f"mismatched, block {block}: the donor's answer"] for block in (2, 3)]
     return prose(
-        f"""A GPT-2 of 4 blocks and width 64, trained on `recurrence` modulo 5 (1,000 steps, loss on the first 5 of 15
-        queries; `python -m studies.rescue`, record `rescue`; 400 sequences, intervals over 20 rules), is right in
+        f"""A GPT-2 of 4 blocks, trained on `recurrence` modulo 5 with a loss on the first 5 of 15 queries (`python -m
+        studies.rescue`, record `rescue`; 400 sequences, intervals over 20 rules), is right in
         {value(within, ".2f")} of the cases within that horizon and in {value(before, ".2f")} past it (published:
         .19)."""
         + said(
@@ -434,11 +432,10 @@ def page() -> str:
         "",
         *prose(
             """SmolLM2-135M-Instruct (30 layers; 9 query heads share 3 of keys and values) and Gemma-3-270M (base; 18
-            layers; 4 share 1; in 15 layers a window of 512 tokens), read from 4-bit files, dequantised.
-            `python -m studies.findings` writes this page, down to "In small models of known truth", from
-            `docs/results/`; `python docs/results.py --run NAME` measures a record again. Intervals are 95 %, over
-            templates, sets of labels, or heads. The control is the hardest that a claim names; the [word](claims.md)
-            comes from both."""
+            layers; 4 share 1; mostly a window of 512 tokens), from 4-bit files. `python -m studies.findings` writes
+            this page, down to "In small models of known truth", from `docs/results/`; `python docs/results.py --run
+            NAME` measures a record again. Intervals are 95 %, over templates, sets of labels, or heads; the control is
+            the hardest that a claim names; the [word](claims.md) comes from both."""
         ),
         "![Both models on one scale: 0 is the hardest control, 1 the claimed effect beyond it](pictures/findings.svg)",
         "",
@@ -463,8 +460,8 @@ def page() -> str:
 def limits() -> list[str]:
     """What two trainings, read once, leave open."""
     each = (
-        "Whether a property is one of language models, of size, or of grouped queries: these are two trainings. What "
-        "a window does: no prompt is as long as Gemma's. Whether rounding to 4 bits matters.",
+        "Whether a property is one of language models, of size, or of grouped queries. What a window does: no prompt "
+        "is as long as Gemma's. Whether rounding to 4 bits matters.",
         "Whether an answer to two labels comes from a belief or from a count: the exact log odds depend on the "
         "difference of the counts alone.",
     )
