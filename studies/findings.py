@@ -379,7 +379,7 @@ def regulated() -> list[str]:
                 "from the values, such an axis moves entropy less than random directions do. **No part of the norm is "
                 "seen** there: with its scale frozen the change is no smaller, and of the 16 neurons of the largest "
                 f"null share its part is {value(found[LEAST + ': by the norm'], '.2f')}. Not excluded: that all "
-                "directions along which residual streams vary lie there; those were not drawn.",
+                "directions along which streams vary lie there.",
                 *(found[f"{of}: null share"]["value"] > found[f"{of}: null share"]["control_high"] for of in AXES),
                 *(found[f"{of} ridge: |rho| with entropy"]["low"] > 0 for of in ("value", "residual")),
                 *(apart(found[f"value {of}: free"]) == -1 for of in ("pc1", "ridge")),
@@ -442,9 +442,9 @@ def page() -> str:
         "## The four predictions",
         "",
         *prose(
-            """Paper III (Agarwal et al. 2025, arXiv 2512.23752). Scans of 75 mixed and 75 maths prompts: records
-            `smollm2` (float32, 8 draws of each control) and, mixed alone, `gemma_seed0` (bfloat16, 5). 200 prompts of
-            two labels: `smollm2_evidence`, `gemma_evidence` (bfloat16)."""
+            """Paper III (Agarwal et al. 2025, arXiv 2512.23752). 75 mixed and 75 maths prompts: records `smollm2`
+            (float32, 8 draws of each control) and, mixed alone, `gemma_seed0` (bfloat16, 5); 200 prompts of two labels:
+            `smollm2_evidence`, `gemma_evidence` (bfloat16)."""
         ),
         *four(), *replicated(), *axis(),
         "## Evidence in context", "", *weighed(),
