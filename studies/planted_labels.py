@@ -1,4 +1,4 @@
-"""The label probe on planted truths: `python -m studies.planted_labels --store FILE` prints the numbers of docs/probe.md.
+"""The label probe on planted truths: `python -m studies.planted_labels --store FILE` prints what it finds.
 
 Activations are synthetic: one residual site of three layers with 12 dimensions, two prompts a cluster, 20 draws of each
 control. Every run is kept in FILE as it ends: after an interrupt the same command goes on where it stopped. What it
