@@ -34,6 +34,7 @@ ANYTHING = Demands(of_unigram=9, of_trigram=9, span=0, skills={})
 
 
 PAIRS = 24  # of labels in a card of a tiny model; 200 take most of its time and show nothing more
+OF_CARDS = evaluate.PAIRS
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -167,6 +168,7 @@ def test_the_shipped_losses_are_those_of_its_card():
 def test_the_shipped_skills_are_those_of_its_card(model, name, monkeypatch):
     folder, card = hub.POCKET / model, card_of(model)
     monkeypatch.setattr(nonce, "FORMATS", {name: nonce.FORMATS[name]})
+    monkeypatch.setattr(evaluate, "PAIRS", OF_CARDS)
     again = evaluate.evidence(evaluate.stored(folder), card["spec"]["fillings"], sets=("held-out",))[name]["held-out"]
     assert again["skill"] == pytest.approx(card["skills"][name]["held-out"]["skill"], abs=1e-3)
     assert again["label_mass"] == pytest.approx(card["skills"][name]["held-out"]["label_mass"], abs=1e-3)

@@ -176,7 +176,7 @@ def trials(change: Callable[[Taken, Taken], Taken], of: tuple[str, ...]) -> list
 def too_often(events: list[bool], rate: float, least: float) -> bool:
     """Whether a true rate of `rate` gives so many events less often than `least`."""
     tested = scipy_stats.binomtest(sum(events), len(events), rate, alternative="greater")
-    return bool(events) and tested.pvalue < least
+    return bool(events) and bool(tested.pvalue < least)
 
 
 def of_each(found: list[dict]) -> dict[tuple[str, str], list[Estimate]]:
