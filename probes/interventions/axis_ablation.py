@@ -33,7 +33,7 @@ from llmgeom.probes.interventions.intervention import (
 )
 from llmgeom.progress import within
 from llmgeom.record import Record
-from llmgeom.result import Estimate, Labelled, Result, labelled, line
+from llmgeom.result import SENTENCE, Estimate, Labelled, Result, labelled, line
 from llmgeom.stats.resampling import jackknife, mean_intervals
 from llmgeom.stats.tests import correlation_test, spearman
 
@@ -285,6 +285,15 @@ def measure_axis(
     of_scale = "KL when the values are replaced by their mean: what there is to lose"
     of_share = "of the standardised variance along the axis, estimation half"
     of_step = "spread sd u: what steering by dose 1 adds to the edited layers' values"
+    estimates = tuple(
+        dose_estimate(probe, name, effects, mode, outcome, clusters, claimed) for name, outcome, claimed in metrics
+    )
+    one = estimates[0]
+    said = (
+        f"Edited along its entropy axis ({probe.removeprefix('ablation_')}, {mode}) the next token changes by "
+        f"{one.value:.2g} bits of KL [{one.low:.2g}, {one.high:.2g}]"
+    )
+    said += "".join(f"; random edits of {c.name} by {c.low:.2g} to {c.high:.2g}" for c in one.controls[:1])
     return Result.of(
         "Ablation of the entropy axis",
         {
@@ -299,9 +308,8 @@ def measure_axis(
             "step": labelled(effects["step"], "layer coordinate", "units of the values", of_step),
         },
         __name__,
-        estimates=tuple(
-            dose_estimate(probe, name, effects, mode, outcome, clusters, claimed) for name, outcome, claimed in metrics
-        ),
+        estimates=estimates,
+        facts={SENTENCE: f"{said}."},
         ticks={"dose": DOSES[mode], "edit": ("axis", *kinds(effects, mode)), "layer": tuple(layers)},
         warnings=tuple(warnings),
         notes=(f"mode {mode}, layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}, {positions} positions",),
