@@ -12,7 +12,7 @@ from markupsafe import Markup
 from llmgeom.reports.text import short, visible
 
 WIDTH, HEIGHT = 400, 250  # of the whole, in the units of its letters' 13
-LEFT, RIGHT, TOP, BOTTOM = 48, 12, 10, 40
+LEFT, RIGHT, TOP, BOTTOM = 60, 12, 10, 40
 DASHED = {"dash": "7 4", "dot": "2 4", "dashdot": "7 4 2 4", "longdash": "12 5", "longdashdot": "12 5 2 5"}
 CIVIDIS = ("#00224e", "#35456c", "#666970", "#948e77", "#c8b866", "#fee838")  # Plotly's scale of heat maps
 LEVELS = 64  # colours of a heat map
