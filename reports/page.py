@@ -122,14 +122,11 @@ def _leading(sections: Sequence[Mapping[str, Any]], most: int) -> list[tuple[Dra
     }
     named = [curves[each] for each in LEADING if each in curves]
     first = {section["probe"]: (drawn, section) for drawn, section in reversed(curves.values()) if section["words"]}
+    chosen = (named or [*reversed(first.values())])[:most]
+    titles = [str(drawn.spec["layout"]["yaxis"]["title"]["text"]).replace("<br>", " ") for drawn, _ in chosen]
     return [
-        (
-            drawn,
-            str(drawn.spec["layout"]["yaxis"]["title"]["text"]).replace("<br>", " "),
-            key(drawn.spec),
-            section["id"],
-        )
-        for drawn, section in (named or [*reversed(first.values())])[:most]
+        (drawn, f"{section['title']}: {title}" if titles.count(title) > 1 else title, key(drawn.spec), section["id"])
+        for (drawn, section), title in zip(chosen, titles, strict=True)
     ]
 
 

@@ -122,7 +122,7 @@ def _moved(move: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor], Tenso
 
 
 @torch.no_grad()
-def neurons(subject: Model, seen: Any) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+def neurons(subject: Model, seen: Any) -> tuple[Tensor, Tensor, nn.Module]:
     """Of the last gated MLP: activations [row neuron], what each neuron writes [neuron d], and the module or identity
     that takes their sum to the residual stream. Raises Unavailable where the layer's own code gives another sum."""
     block = subject.blocks[-1]
@@ -193,7 +193,7 @@ def measure(subject: Model, n: int = 150, draws: int = 19, few: int = 16, seed: 
             span = mean_intervals(own[kind], clusters)[0]
             found[f"{name}: {kind}"] = _beside(own[kind].mean(), random[kind].mean(1), len(here), span)
     activations, writes, post = neurons(subject, seen)
-    shares = np.array([null_share(write[None], null) for write in writes * _gain(post, x.shape[1]).float()])
+    shares = np.array([null_share(write[None], null) for write in writes * norm_gain(post, x.shape[1]).float()])
     loud = np.flatnonzero(writes.norm(dim=1).numpy() >= float(writes.norm(dim=1).median()))
     ranked = loud[np.argsort(-shares[loud])]
     found["null share of a neuron, largest"] = {"value": float(shares[ranked[0]]), "n": len(loud)}
@@ -209,11 +209,6 @@ def measure(subject: Model, n: int = 150, draws: int = 19, few: int = 16, seed: 
             span = mean_intervals(each[None])[0]
             found[f"{name}: {kind}"] = _beside(each.mean(), random[kind].mean(1), len(some), span)
     return found
-
-
-def _gain(post: Callable[[Tensor], Tensor], width: int) -> Tensor:
-    """[d] what a norm after the MLP multiplies coordinates by; 1 without one."""
-    return torch.ones(width).double() if isinstance(post, nn.Identity) else norm_gain(post, width)  # type: ignore[arg-type]
 
 
 def _beside(value: float, random: np.ndarray, n: int, span: np.ndarray | None = None) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from llmgeom.probes.interventions.halves import prompt_outcomes
 from llmgeom.probes.interventions.intervention import Intervention, Runner
 from llmgeom.prompts import text as in_text
 from llmgeom.record import Record
+from llmgeom.result import SENTENCE
 from llmgeom.run import Run
 from llmgeom.stats import ridge_probe
 from llmgeom.stats.ridge_probe import folds, read
@@ -347,6 +348,10 @@ def test_several_layers_are_edited_together_and_each_alone(llama):
     alone = each.results["ablation_pc1_layers"].arrays
     last = outcome(each)["ablation_pc1", KL]
     assert alone["kl"].shape == (2,) and alone["kl"][1] == pytest.approx(last.value, rel=1e-6)
+    hardest, said = last.controls[0], each.results["ablation_pc1"].facts[SENTENCE]
+    for number in (last.value, last.low, last.high, hardest.low, hardest.high):
+        assert f"{number:.2g}" in said
+    assert f"(n = {last.n} prompts)" in said and f"the {hardest.name}" in said
     assert alone["kl"][0] != pytest.approx(alone["kl"][1], rel=0.1)
     assert outcome(both)["ablation_pc1", KL].value > max(alone["kl"]) / 2
     assert both.facts["axis"]["layers"] == [0, 1]

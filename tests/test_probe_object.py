@@ -63,6 +63,10 @@ def test_held_out_numbers_are_scikit_learns_nested_search(table):
     assert probe.score(x, number) == pytest.approx(r2_score(number, x[:, 1] @ probe.coef_[0] + probe.intercept_[0]))
     with refused(UserError, "only classes have probabilities"):
         probe.predict_proba(x)
+    with refused(UserError, "activations of 2 layers", "reads layer 2"):
+        Probe(layers=2).fit(x, number, CLUSTER).predict(x[:, :2])
+    with refused(UserError, "'a text'", "expected a list of texts"):
+        probe.predict("a text")
 
 
 def test_classes_have_probabilities_that_sum_to_one_and_name_the_class(table):

@@ -291,9 +291,9 @@ def measure_axis(
     one = estimates[0]
     said = (
         f"Edited along its entropy axis ({probe.removeprefix('ablation_')}, {mode}) the next token changes by "
-        f"{one.value:.2g} bits of KL [{one.low:.2g}, {one.high:.2g}]"
+        f"{one.value:.2g} bits of KL [{one.low:.2g}, {one.high:.2g}] (n = {one.n} prompts)"
     )
-    said += "".join(f"; random edits of {c.name} by {c.low:.2g} to {c.high:.2g}" for c in one.controls[:1])
+    said += "".join(f"; random edits of the {c.name} by {c.low:.2g} to {c.high:.2g}" for c in one.controls[:1])
     return Result.of(
         "Ablation of the entropy axis",
         {

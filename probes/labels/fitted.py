@@ -221,20 +221,27 @@ class Probe(BaseEstimator):
     def _read(self, X: Any, columns: dict[str, tuple], clusters: tuple[str, ...]) -> Batch:
         """Texts as the model reads them, with the probe's position queried."""
         source, texts = {"kind": "strings", "name": "labelled texts"}, X
-        if X and not isinstance(X, str) and isinstance(X[0], list | tuple) and isinstance(X[0][0], dict):
+        if isinstance(X, str):
+            raise UserError(f"texts are {brief(X)}: expected a list of texts, of chats, or activations")
+        if X and isinstance(X[0], list | tuple) and X[0] and isinstance(X[0][0], dict):
             texts = [spoken(chat, f"chat {i}") for i, chat in enumerate(X)]
             columns = columns | {MESSAGES: tuple(map(json.dumps, X))}
         batch = Batch(Batch.of(texts).inputs, clusters, source, columns=columns)
         return queried(self._model, batch, read_positions([str(self.position)]))
 
     def _activations(self, X: Any) -> np.ndarray:
-        """[row coordinate] float64 at the probe's layer. Raises UserError: another width."""
+        """[row coordinate] float64 at the probe's layer. Raises UserError: another width, or no such layer."""
         stored = _numbers(X)
         if stored is not None:
             x = activations.checked(stored, "activations")
+            if 1 < x.shape[1] <= self.layer:
+                raise UserError(
+                    f"activations of {x.shape[1]} layers: this probe reads layer {self.layer}; give [row, coordinate] "
+                    "of it, or all layers"
+                )
             x = x[:, self.layer if x.shape[1] > 1 else 0].astype(np.float64)
         else:
-            batch, model = self._read(X, {}, tuple(map(str, range(len(list(X)))))), self._model
+            batch, model = self._read(X, {}, tuple(map(str, range(len(X))))), self._model
             kept = min(self.layer, len(model.blocks) - 1)  # what the last layer gives is kept with it
             capture = model.capture(batch, self.site, layers=kept)
             (position,) = read_positions([str(self.position)])
