@@ -63,6 +63,12 @@ def draws(seed):
     return np.random.default_rng(seed)
 
 
+def contains(successes, trials, rate):
+    """Whether the 95 % Clopper-Pearson interval of successes out of trials holds the rate."""
+    found = scipy_stats.binomtest(successes, trials).proportion_ci()
+    return found.low <= rate <= found.high
+
+
 D, UNITS = 128, 40
 LOADINGS = draws(99).normal(size=(2, D))
 

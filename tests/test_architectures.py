@@ -6,6 +6,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from llmgeom.errors import UserError
+from llmgeom.model.attention import Recorder, attached, recording
+from llmgeom.model.capture import Site
+from llmgeom.model.layers import blocks
 from llmgeom.wind_tunnels.models import ARCHITECTURES, build, matched
 from llmgeom.wind_tunnels.models.architectures import RowsForCausalLM
 from tests.architectures import EXACT, SHAPE, T, V, inputs, made
@@ -165,3 +168,32 @@ def test_matched_has_the_parameters_within_two_percent(arch, features):
 def test_shapes_that_cannot_be_are_refused(arch, change, named):
     with refused(UserError, arch, *named):
         build(arch, **{**SHAPE, **change})
+
+
+@pytest.mark.parametrize("arch", [name for name in ARCHITECTURES if name != "mlp"])
+def test_context_reaches_the_next_positions(arch):
+    model, x = made(arch), inputs(0)
+    changed = x.clone()
+    changed[:, 0] = other(x)[:, 0]
+    moved = (logits(model, changed) - logits(model, x)).abs().amax((0, 2))
+    # Two layers of a window of four positions reach six back.
+    assert moved[: 7 if arch == "window" else T].min() > 1e-6
+
+
+@pytest.mark.parametrize("arch", ["neox", "gqa"])
+def test_attention_inside_rows_is_seen_by_a_recorder(arch):
+    model, x = build(arch, features=3, **SHAPE).eval(), inputs(3).float()
+    whole = logits(model, x)
+    assert model.config._attn_implementation == model.inner.config._attn_implementation == "sdpa"
+    layers = blocks(model, "rows")
+    rows = (torch.arange(3), torch.full((3,), 5))
+    mask = torch.zeros(3, T, dtype=torch.bool)
+    mask[:, 5] = True
+    recorder = Recorder(layers, rows, frozenset({Site.KEY, Site.ATTENTION}), (), (torch.arange(3), mask))
+    with attached(model, "rows"), recording(recorder, layers, model.get_output_embeddings()):
+        assert model.inner.config._attn_implementation == "llmgeom_fused"
+        found = logits(model, x)[:, 0]
+    assert recorder.seen == [0, 1]
+    torch.testing.assert_close(found, whole[:, 5])
+    assert recorder.kept[Site.ATTENTION, 1].sum(-1).sub(1).abs().max() < 1e-5
+    assert model.inner.config._attn_implementation == "sdpa"

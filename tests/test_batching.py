@@ -2,6 +2,7 @@
 
 from itertools import pairwise, product
 
+import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from llmgeom.errors import UserError
@@ -68,3 +69,12 @@ def test_no_batch_crosses_a_border_and_without_one_nothing_changes(lengths, budg
 def test_a_budget_below_one_is_refused():
     with refused(UserError, "--batch-tokens 0", 1):
         plan_batches([3], 0)
+
+
+@pytest.mark.parametrize(("vocabulary", "prompts"), [(50_304, 83), (128_256, 32), (512, 8192), (10**7, 1)])
+def test_the_log_probabilities_of_a_batch_on_a_cpu_take_16_mib(vocabulary, prompts):
+    """Or those of one prompt, which cannot be divided."""
+    rules = BatchRules.of({"device": "cpu", "vocabulary": vocabulary}, None)
+    assert rules.prompts == prompts and (prompts == 1 or 4 * prompts * vocabulary <= 16 * 2**20)
+    assert BatchRules.of({"device": "cuda:0", "vocabulary": vocabulary}, None).prompts is None
+    assert max(map(len, plan_batches([1] * 300, 4096, rules))) == min(prompts, 300)

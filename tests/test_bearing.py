@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from llmgeom.model.model import Model
 from llmgeom.wind_tunnels import load_world
 from llmgeom.wind_tunnels.worlds.keyed_hmm import KeyedHMM
 from llmgeom.wind_tunnels.worlds.recall import Recall
 from llmgeom.world import World
+from tests.families import FAMILIES
 
 Change = Callable[[World, list, int, int], Iterator[list]]  # task, sequence, position, query -> sequences changed there
 
@@ -141,3 +143,17 @@ def test_without_replacement_the_same_positions_bear_in_every_sequence():
 def test_tasks_without_contrast_say_none():
     for name in ("hmm", "hmm:encoding=tokens", "coin", "regression", "recurrence"):
         assert load_world(name).sample(3, 0).posterior.bearing is None
+
+
+@pytest.mark.parametrize("spelt", ["recall", "bijection:replacement=true"])
+def test_rows_of_a_capture_are_the_queries_of_its_sequences_whole_and_cut(spelt):
+    task = load_world(spelt)
+    subject = Model.of(FAMILIES["llama"].model(), None, "llama")
+    whole, cut = task.sample(12, 3), task.truncated(12, 3)
+    seen = subject.capture(whole, set())
+    expected = task.bearing(whole.inputs.data)
+    for row, (prompt, position) in enumerate(zip(seen.prompt.tolist(), seen.position.tolist(), strict=True)):
+        assert torch.equal(seen.exact.bearing[row], expected[prompt, task.query.index(position)])
+    ended = subject.capture(cut, set())
+    for row, (prompt, position) in enumerate(zip(ended.prompt.tolist(), ended.position.tolist(), strict=True)):
+        assert torch.equal(ended.exact.bearing[row], expected[prompt, task.query.index(position)])

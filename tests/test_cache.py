@@ -112,3 +112,36 @@ def test_what_is_being_made_is_not_removed(kept):
         assert result.exit_code == 1 and f"{kept / of} is being made by another process" in result.stderr
         assert len(shards(kept)) == 16
     assert call("rm", "--all").exit_code == 0
+
+
+def test_an_empty_cache_and_what_an_older_version_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path))
+    assert call("ls").stdout == f"0 runs, 0 bytes in {tmp_path / 'captures'}\n"
+    assert call("verify").stdout == "all 0 files are whole\n"
+    old = tmp_path / "captures" / ("b" * 24)
+    old.mkdir(parents=True)
+    (old / "spec.json").write_text("{}")
+    (old / "00000.safetensors").write_bytes(b"123456")
+    assert "(kept by an older version; not read any more), no matter how: no captures" in call("ls").stdout
+    assert call("rm", "bbbb").stdout == "removed 1 run: 8 bytes freed\n" and not old.exists()
+
+
+def test_what_another_process_renames_meanwhile_is_left_out(kept, monkeypatch):
+    folder = next(kept.glob("*/*/spec.json")).parent
+    before, late, stat = folder / ".00000.1.tmp", folder / ".00001.1.tmp", Path.stat
+    for each in (before, late):
+        each.write_bytes(b"half")
+
+    def looked(path, **options):
+        if path == before:
+            path.unlink(missing_ok=True)
+        found = stat(path, **options)
+        if path == late:
+            path.unlink()
+        return found
+
+    monkeypatch.setattr(Path, "stat", looked)
+    assert store.folder_size(kept) == size(kept) + len(b"half") and not late.exists()
+    for each in (before, late):
+        each.write_bytes(b"half")
+    assert call("ls").exit_code == 0 and not late.exists()

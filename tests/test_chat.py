@@ -20,6 +20,7 @@ from llmgeom.commands.patch import question_of_text
 from llmgeom.errors import UserError
 from llmgeom.model import hub
 from llmgeom.model.tokenizing import Chat, shuffle, special_tokens
+from llmgeom.probes.interventions.label_axis import _first_tokens
 from llmgeom.probes.interventions.text_pairs import ROLES
 from llmgeom.probes.interventions.text_patching import PROBE
 from llmgeom.prompts import text as in_text
@@ -191,3 +192,10 @@ def test_counterfactuals_of_a_list_differ_in_one_word_of_the_message(plain):
         asked = plain.tokenizer("\nThe answer is", add_special_tokens=False)["input_ids"]
         at = next(j for j in range(10**6) if pairs.x.tokens.real[i][j : j + len(asked)] == asked)
         assert {ROLES[role] for role in pairs.role[i, at : at + len(asked)]} == {"question"}
+
+
+def test_the_pair_of_an_edit_is_what_the_assistant_says(plain):
+    """The tokens of `expanded`: no space before an answer in a chat, one elsewhere."""
+    for subject, space in ((plain, " "), (plain.chat(), "")):
+        ids = [plain.tokenizer(f"{space}{one}", add_special_tokens=False)["input_ids"][0] for one in ("yes", "no")]
+        assert list(_first_tokens(subject, ("yes", "no"))) == ids

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from scipy import optimize, stats as scipy_stats
 
-from llmgeom.claims import Null, cut, described, estimate, judge, judge_estimates, judged_together
+from llmgeom.claims import Null, cut, declared, described, estimate, judge, judge_estimates, judged_together
 from llmgeom.result import Result
-from llmgeom.stats import power
+from llmgeom.stats import power, tests
 from llmgeom.stats.resampling import Interval, jackknife
 from llmgeom.stats.verdict import because
 from tests.made import changed
@@ -492,3 +492,73 @@ def test_records_of_one_run_share_one_correction_and_a_number_of_the_weights_is_
     assert found == [[0.03, 0.04], [0.03, 0.04]] and {h.among for r in both for h in r["probe"].estimates} == {3}
     again = judged_together(both)
     assert [h for r in again for h in r["probe"].estimates] == [h for r in both for h in r["probe"].estimates]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            dict(p=0.03, p_excluded=8e-6),
+            "a smaller one open: of 0.45 + 0.1, p = 8e-06 for this claim alone; that there is one, p = 0.03",
+        ),
+        (
+            dict(p=0.0106, p_excluded=8e-6),
+            "by Holm undecided: of 0.45 + 0.1, p = 8e-06 for this claim alone; that there is one, p = 0.011",
+        ),
+        (dict(p=0.5, p_excluded=0.02), "p = 0.02 for this claim alone, p = 0.16 by Holm over 8"),
+    ],
+)
+def test_an_open_claim_whose_p_excludes_the_claimed_effect_says_so(given, said):
+    """The p of the claimed effect decides the sentence, whatever n would find that effect."""
+    for needed in (0, 10, 10**6):
+        h = judged(strong(**given, noise=1.0, needed=needed), *(strong(str(i), p=0.9) for i in range(7)))[0]
+        assert h.verdict == "open" and said in h.why and "the claimed effect is excluded, " in h.why
+        assert "possible" not in h.why and "needs" not in h.why
+    possible = judged(strong(p=0.03, p_excluded=0.03), *(strong(str(i), p=0.9) for i in range(7)))[0]
+    assert "is excluded, " not in possible.why
+
+
+def test_where_the_draws_differ_too_much_no_n_decides_and_the_verdict_says_so():
+    given = dict(claim="It holds.", source="s")
+    wide = np.random.default_rng(0).normal(0.5, 0.2, 20)
+    (h,) = judged(made(0.53, 0.52, 0.54, {"x": wide}, **given))
+    assert h.verdict == "open" and h.needed == 0
+    assert f"more data will not help: the control's own draws vary by {wide.std(ddof=1):.2g} fraction (one" in h.why
+    assert power.needed(power.Setting(0.5, wide.std(ddof=1) / 0.1, 20)) is None
+
+
+def test_a_random_direction_is_not_ruled_out_as_more_than_random_directions_and_a_larger_effect_is():
+    """By the error of the value alone, a direction that is one more draw was ruled out in up to 25 %."""
+    rng, words = np.random.default_rng(2), {}
+    for more in (0.0, 2.0):
+        found = []
+        for _ in range(400):
+            draws = rng.normal(0.5, 0.2, 40)
+            value = draws[0] + more + rng.normal(0, 0.01)
+            found.append(judged(equal(value, 0.01 * 2.02, Null.of("x", draws[1:]), equivalence="at most"))[0].verdict)
+        words[more] = found
+    assert words[0.0].count("ruled out") / 400 < 0.025 and words[2.0].count("ruled out") == 400
+
+
+@pytest.mark.parametrize("correlated", [0.0, 0.3])
+def test_a_correlation_near_0_does_not_say_that_a_few_prompts_suffice(correlated):
+    """At |rho| = .03 of 20 prompts 5 sufficed for .3, or no more would have helped; the plan says 120."""
+    rule = declared("value_manifold")["|rho| of PC1 and entropy"]
+    rng, needed = np.random.default_rng(3), {"permuted": [], "untrained": []}
+    for _ in range(40):
+        x = rng.normal(size=40)
+        y = correlated * x + math.sqrt(1 - correlated**2) * rng.normal(size=40)
+        value, span = abs(tests.spearman(x, y)), tests.correlation_interval(x, y, np.arange(40))
+        permuted = Null("permuted", 0.0, 0.31, 0.0, p=0.2, draws=9999)
+        untrained = Null.of("untrained", np.abs(np.tanh(rng.normal(size=20) / math.sqrt(37))), noisy=True)
+        for null in (permuted, untrained):
+            (h,) = judge_estimates([estimate(rule, value, span, [null], n=40, clusters=40)])
+            needed[null.name] += [h.needed] * (h.verdict == "open")
+    wanted = ((1.96 + 1.2816) / math.atanh(0.3)) ** 2 + 3  # 113: Fisher's z, power .9
+    assert wanted * 0.75 < min(needed["permuted"]) <= max(needed["permuted"]) < wanted * 1.75
+    assert wanted * 0.75 < min(needed["untrained"])
+
+
+def test_equal_shares_in_every_cluster_have_no_error():
+    span = jackknife(np.mean, np.full(20, 0.25), np.arange(20), "share")
+    assert (span.low, span.high) == (0.25, 0.25)

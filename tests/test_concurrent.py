@@ -16,7 +16,7 @@ from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit
 from llmgeom.model.model import Model
 from llmgeom.model.passes import Observer
-from llmgeom.model.running import ahead
+from llmgeom.model.running import ahead, queued
 from tests.families import FAMILIES, apart, ragged
 from tests.test_capture import same
 
@@ -152,3 +152,31 @@ def test_a_gpus_batches_are_queued_and_have_the_bytes_of_one_after_another(monke
     assert max(tried) > 1 and len(found.events) > 1
     for key, tensor in expected.tensors.items():
         assert apart(found.tensors[key], tensor) < 1e-5, key
+
+
+def test_results_come_as_they_are_requested_and_few_wait():
+    begun: list[int] = []
+    with cores(2), ahead(lambda i: begun.append(i) or i * i, range(20), 2) as result:
+        for i in range(20):
+            assert result(i) == i * i
+            assert len(begun) <= i + 5, "twice two wait, and one was returned"
+        assert sorted(begun) == list(range(20))
+        assert result(30) == 900, "what was not announced runs when it is requested"
+
+
+def test_on_a_device_the_next_is_begun_before_the_last_is_waited_for():
+    happened: list[str] = []
+
+    def begin(i: int):
+        happened.append(f"begin {i}")
+        if i == 2:
+            raise UserError("two")
+        return lambda: happened.append(f"end {i}") or i
+
+    with queued(begin, range(4)) as result:
+        assert result(0) == 0 and result(1) == 1
+        assert happened == ["begin 0", "begin 1", "end 0", "begin 2", "end 1"]
+        with pytest.raises(UserError, match="two"):  # where it is requested, and not before
+            result(2)
+        assert result(3) == 3 and happened[5:] == ["begin 3", "end 3"]
+        assert result(7) == 7, "what was not announced runs when it is requested"

@@ -14,7 +14,7 @@ import transformers
 from llmgeom import probes
 from llmgeom.batch import Batch
 from llmgeom.errors import UserError
-from llmgeom.model import controls
+from llmgeom.model import controls, loading
 from llmgeom.model.capture import Site
 from llmgeom.model.model import Model
 from llmgeom.probes import attention_focus
@@ -252,3 +252,85 @@ def test_a_run_compares_attention_with_permuted_weights_of_the_trained_scale():
 
     own, permuted, untrained = map(spread, (subject, subject.untrained("permuted 1"), subject.untrained(1)))
     assert abs(permuted - own) < 0.5 * own and untrained > 10 * own
+
+
+def test_controls_of_a_run_share_a_second_copy_of_what_the_caller_holds():
+    subject = Model.of(FAMILIES["llama"].model(), name="tiny")
+    weights = copy.deepcopy(subject.model.state_dict())
+    places = []
+    with subject.controls() as draw:
+        for seed in (1, 2, 3):
+            control = draw(seed)
+            assert same(control.capture(ragged(), Site), subject.untrained(seed).capture(ragged(), Site))
+            assert control.facts["untrained"] == seed
+            places.append([parameter.data_ptr() for parameter in control.model.parameters()])
+            assert all(torch.equal(x, weights[name]) for name, x in subject.model.state_dict().items())
+            assert draw(None) is subject
+    assert places[0] == places[1] == places[2]
+
+
+def test_a_hash_is_not_computed_again_of_numbers_that_came_back(monkeypatch):
+    subject = replace(Model.of(FAMILIES["llama"].model(), name="tiny"), in_place=True)
+    known = subject.weight_hash
+    monkeypatch.setattr(loading, "tensors_hash", lambda _: pytest.fail("hashed"))
+    with subject.controls() as draw:
+        draw(1)
+    assert loading.weight_hash(subject.model, bits=False) == subject.weight_hash == known
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_a_full_disk_is_said_on_the_terminal_and_in_the_record_and_holds_no_part_of_the_file(
+    room, monkeypatch, tmp_path
+):
+    """A second copy is memory that nobody planned. A repeated run draws nothing, and has nothing to say."""
+    subject = Model.load("pocket:llama")
+    batch = Batch.of([f"{a} {b} is" for a in ("The", "A", "One") for b in ("cat", "dog", "sum", "end")])
+    files, said, probe = [], [], probes.known(("attention_focus",))
+    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path))  # results of the other case are not read
+    monkeypatch.setattr(controls._log, "warning", said.append)
+
+    def without_room(**where):
+        files.append(io.BufferedRandom(Full()))
+        return files[-1]
+
+    if not room:
+        monkeypatch.setattr(controls.tempfile, "TemporaryFile", without_room)
+    record = run_probes(subject, batch, probe, controls=5, store=str(tmp_path))
+    monkeypatch.setattr(Model, "_other", lambda *_: pytest.fail("drawn again"))
+    again = run_probes(subject, batch, probe, controls=5, store=str(tmp_path))
+    text = f"the weights could not be written to {tmp_path} (No space left on device): untrained controls are a second"
+    for texts, expected in ((record.warnings, not room), (said, not room), (again.warnings, False)):
+        assert [one.startswith(text) for one in texts].count(True) == expected
+    assert [file.closed for file in files] == [True] * (not room)
+
+
+class Broken:
+    """Tensors of which the second cannot be had."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __iter__(self):
+        yield torch.zeros(1)
+        raise self.error("while the weights are read back")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_where_its_numbers_do_not_come_back_a_model_has_none(error, monkeypatch):
+    model = FAMILIES["llama"].model()
+    with pytest.raises(error), controls.in_place(model) as draw:
+        draw(1)
+        monkeypatch.setattr(controls, "_once", lambda _: iter(Broken(error)))
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_permuted_matrix_has_no_trace_of_its_rows_and_columns():
+    """A matrix of rank 1 whose rows and columns differ a hundredfold in scale: afterwards neither do."""
+    scale = torch.logspace(0, 2, 300)
+    matrix = torch.nn.Linear(300, 300, bias=False)
+    matrix.weight.data = torch.outer(scale, scale)
+    model = torch.nn.Sequential(matrix)
+    controls.permute(model, "permuted 1")
+    for along in (0, 1):
+        means = matrix.weight.detach().mean(along)
+        assert means.max() / means.min() < 3

@@ -260,3 +260,10 @@ def test_an_encoder_and_stacks_that_run_in_loops_are_refused_as_what_they_are():
         Model.of(transformers.BartForConditionalGeneration(bart), name="it")
     with refused(UnsupportedModel, "hrm_text", 2, "stacks"):
         Model.of(model_of("hrm_text"), name="it")
+
+
+def test_hooks_and_marks_of_transformers_are_gone_after_the_check():
+    model = model_of("llama")
+    Model.of(model).check()
+    assert not any(module._forward_hooks for module in model.modules())
+    assert len(alone(model, output_hidden_states=True)[0].hidden_states) == 5, "transformers still gives them"

@@ -18,7 +18,9 @@ from llmgeom.commands import distributed as share
 from llmgeom.commands.distributed import Share
 from llmgeom.errors import UserError
 from llmgeom.model import running
+from llmgeom.model.capture import Site
 from llmgeom.model.model import Model
+from llmgeom.model.passes import Observer
 from llmgeom.plan import MODEL, Plan
 from llmgeom.probe import NO_CONTEXT, SHUFFLED, UNTRAINED
 from llmgeom.progress import shown
@@ -202,3 +204,29 @@ def test_apples_gpu_comes_after_cuda_and_before_the_cpu(monkeypatch):
         usable("mps", float64=True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert usable(None) == "cuda"
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_every_shard_falls_to_exactly_one_process(count):
+    lots = [Share(i, count) for i in range(count)]
+    taken = [(n, one.take(n)) for n in (5, 1, 1, 0, 8) for one in lots]
+    for n in (5, 1, 8):
+        mine = [take for of, take in taken if of == n][:count]
+        assert sorted(i for take in mine for i in take) == list(range(n))
+    assert max(map(len, [one.take(100) for one in lots])) - 100 // count <= 1
+    whole = [one.take(4, whole=True) for one in lots]
+    assert sorted(map(len, whole)) == [0] * (count - 1) + [4]
+
+
+def test_a_computation_in_float64_on_apples_gpu_is_refused_by_name():
+    def on_mps(step):
+        raise TypeError("Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64.")
+
+    def wrong(step):
+        raise TypeError("unsupported operand")
+
+    subject = Model.of(FAMILIES["llama"].model(), name="tiny")
+    with refused(UserError, "observer 'fine'", "float64", "--device cpu"):
+        subject.capture(ragged(), {Site.VALUE}, observers=[Observer("fine", on_mps)])
+    with pytest.raises(TypeError, match="unsupported operand"):
+        subject.capture(ragged(), {Site.VALUE}, observers=[Observer("fine", wrong)])

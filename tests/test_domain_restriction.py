@@ -16,6 +16,7 @@ from llmgeom.probes.shared.matrices import layer_matrices
 from llmgeom.probes.shared.representation_geometry import numbers_of, pca
 from llmgeom.probes.value_manifold import gain_interval, measure_gain
 from llmgeom.result import Result
+from llmgeom.stats.pca import share_intervals, shares
 from llmgeom.stats.resampling import Interval
 from tests.refusals import refused
 from tests.words import beyond
@@ -128,3 +129,29 @@ def test_samples_of_unequal_size_are_refused():
     )
     with refused(UserError, 60, 40):
         measure(replace(given, samples=given.samples | {MATCHED: small}))
+
+
+def coverage(repetitions: int) -> float:
+    """Of the interval of a PC1+PC2 gain of about .13: two Gaussian factor models, prompts in pairs of templates."""
+    rng = np.random.default_rng(3)
+    clusters = np.repeat(np.arange(30), 2)
+    axes = rng.standard_normal((5, 64))
+
+    def sample(strengths):
+        shared = rng.standard_normal((30, 5))[clusters]
+        factors = (shared + rng.standard_normal((60, 5))) / 2**0.5
+        return factors * strengths @ axes + rng.standard_normal((60, 64))
+
+    strong, weak = np.array([1.2, 0.8, 0.5, 0.4, 0.3]), np.array([0.7, 0.6, 0.5, 0.4, 0.3])
+    truth = np.subtract(*(np.mean([shares(sample(s)).numbers[1] for _ in range(600)]) for s in (strong, weak)))
+    hits = 0
+    for _ in range(repetitions):
+        both = [(shares(x).numbers[1], share_intervals(x, clusters)[1]) for x in (sample(strong), sample(weak))]
+        limits = gain_interval(*both)
+        hits += limits.low <= truth <= limits.high
+    return hits / repetitions
+
+
+@pytest.mark.slow
+def test_the_interval_covers_the_expected_gain():
+    assert 0.88 <= coverage(60) <= 1

@@ -171,3 +171,21 @@ def test_one_training_under_two_names_is_no_replicate(checkpoints, tmp_path):
 def test_revisions_are_ascending_steps(revisions, why):
     with refused(UserError, why):
         Run.at("a/b", revisions)
+
+
+@pytest.mark.slow
+def test_a_head_whose_values_are_alike_costs_its_curve_and_not_the_run(checkpoints, tmp_path):
+    """Weights of 0 at the start, or a pruned head: the whole command was refused, without a word of which head."""
+    dead = shutil.copytree(checkpoints, tmp_path / "dead")
+    subject = Model.load(f"{dead}/checkpoint-0")
+    with torch.no_grad():
+        fused = subject.model.gpt_neox.layers[1].attention.query_key_value
+        fused.weight.view(4, 3, 32, -1)[2, 2] = 0
+        fused.bias.view(4, 3, 32)[2, 2] = 0
+    subject.model.save_pretrained(dead / "checkpoint-0")
+    _, record = perform(RunConfig(runs=(str(dead),), probes=(), n=10, out=str(tmp_path / "o")))
+    drift = record.results["drift"]
+    assert "value" not in drift.arrays and drift.arrays["frame"][0] > 0 and "gradients" in record.results
+    assert "frame over values" not in {h.name for h in drift.estimates}
+    where = "not measured, dead, snapshot 1 of 3 and the last, values of layer 1, head 2: "
+    assert any(where in note for note in drift.notes)

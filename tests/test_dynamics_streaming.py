@@ -1,6 +1,7 @@
 """Snapshots are followed one at a time: what is in memory, and what is read of models without attention."""
 
 import gc
+import shutil
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from llmgeom.commands.dynamics import RunConfig, perform
 from llmgeom.dynamics import study
 from llmgeom.dynamics.runs import Run
 from llmgeom.dynamics.study import Inputs, follow
+from llmgeom.errors import Unavailable
 from llmgeom.model.model import Model
 from llmgeom.wind_tunnels.training import train
 from tests.test_dynamics import STEPS, TASK, TINY
@@ -77,3 +79,30 @@ def test_a_scanned_snapshot_s_model_is_freed_before_the_next_is_loaded(runs, mon
     folder = runs[0].places[-1][0]
     perform(RunConfig(runs=(folder,), probes=("value_manifold",), n=12, nulls=1, out=str(tmp_path / "out")))
     assert len(alive.counts) == 2 * len(STEPS) + 1 and not any(count["models"] for count in alive.counts)
+
+
+@pytest.fixture
+def swapped(checkpoints, tmp_path) -> Path:  # noqa: F811
+    """The trained and the half-trained model have changed their names."""
+    for step, name in ((0, 0), (100, 1000), (1000, 100)):
+        shutil.copytree(checkpoints / f"checkpoint-{name}", tmp_path / "swapped" / f"checkpoint-{step}")
+    return tmp_path / "swapped"
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_rising_loss_is_warned_of_without_attention(swapped, monkeypatch, tmp_path, gradients):
+    """The loss was read with attention alone: where there is none, a revision with other weights went unnoticed."""
+    folder = str(swapped)
+    (with_attention,), _ = follow([Run.of(folder)], Inputs(n=10), {}, None)
+
+    def refuse(*_):
+        raise Unavailable("a model without them")
+
+    for name in ("state",) if gradients else ("state", "signals"):
+        monkeypatch.setattr(study, name, refuse)
+    (without,), unmeasured = follow([Run.of(folder)], Inputs(n=10), {}, None)
+    assert set(unmeasured) == {"drift"} | ({"gradients"} if not gradients else set())
+    assert without.distances == () and without.losses == with_attention.losses and len(without.losses) == 3
+    _, record = perform(RunConfig(runs=(folder,), probes=(), n=10, out=str(tmp_path / "out")))
+    assert "drift" in record.unmeasured and ("gradients" in record.results) == gradients
+    assert any("rises" in warning and "step 100 to step 1000" in warning for warning in record.warnings)

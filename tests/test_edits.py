@@ -342,3 +342,43 @@ def test_an_edit_where_no_prompt_has_a_position_is_refused(llama, chosen, named)
 def test_an_edit_that_gives_no_tensor_of_that_shape_is_refused(llama, fn):
     with refused(UserError, "edit", "(4, 23, 2, 8)"):
         llama.edit("value", fn).capture(ragged(), {Site.LOG_PROBS})
+
+
+def test_a_query_edit_changes_the_queried_positions_and_no_other(subject):
+    before = subject.capture(ragged(), {Site.Z}, positions="all")
+    batch = ragged()
+    query = torch.zeros(batch.inputs.ids.shape, dtype=torch.bool)
+    query[torch.arange(4), batch.inputs.lengths - 1] = True
+    seen = []
+    edit = Edit("z", lambda x, where: seen.append(where.query) or 0 * x, layers=(LAYER,), positions="query")
+    subject.capture(batch, {Site.Z}, [edit])
+    assert torch.equal(seen[0], query[[0, 2, 1, 3]]), "the plan runs the longest prompt first"
+    after = subject.capture(batch, {Site.Z}, [edit])
+    ends = before.position == before.lengths[before.prompt] - 1
+    assert (after.z[LAYER] == 0).all()
+    assert torch.equal(after.z[0], subject.capture(batch, {Site.Z}).z[0])
+    assert (before.z[LAYER][ends] != 0).all()
+
+
+def test_silencing_one_query_head_leaves_its_group_alone(subject):
+    """Grouped heads share a value: an edit at z reaches one query head, an edit at value would reach its group."""
+
+    def silence(x: Tensor, where: Where) -> Tensor:
+        keep = torch.ones(x.shape[2], 1)
+        keep[1] = 0
+        return x * keep
+
+    before = subject.capture(ragged(), {Site.Z, Site.VALUE})
+    after = subject.capture(ragged(), {Site.Z, Site.VALUE}, [Edit("z", silence, layers=(LAYER,))])
+    others = [head for head in range(before.z.shape[2]) if head != 1]
+    assert (after.z[LAYER][:, 1] == 0).all()
+    assert torch.equal(after.z[LAYER][:, others], before.z[LAYER][:, others])
+    assert torch.equal(after.value, before.value)
+
+
+def test_strides_of_what_an_edit_returns_do_not_matter(subject):
+    for point in POINTS:
+        strange = Edit(point, lambda x, _: (0.5 * x).transpose(0, -1).contiguous().transpose(0, -1))
+        plain = Edit(point, lambda x, _: 0.5 * x)
+        a, b = (subject.capture(ragged(), {Site.LOG_PROBS}, [edit]).log_probs for edit in (strange, plain))
+        assert (a - b).abs().max() < 1e-5

@@ -8,7 +8,7 @@ import torch
 
 from llmgeom.errors import UserError
 from llmgeom.wind_tunnels import load_world, names
-from llmgeom.wind_tunnels.exactness import _excess, check, require_exact
+from llmgeom.wind_tunnels.exactness import ALARM, _by_simulation, _excess, check, require_exact
 from llmgeom.wind_tunnels.worlds.bijection import Bijection
 from llmgeom.wind_tunnels.worlds.coin import Coin
 from llmgeom.wind_tunnels.worlds.recall import Recall
@@ -195,3 +195,18 @@ def test_a_rare_outcome_raises_no_false_alarm(chance):
         truth = binom.sf(count - 1, 2000, chance) if count > mean else binom.cdf(count, 2000, chance)
         excess = _excess(torch.tensor(count - mean, dtype=torch.float64), variance, 1.0)
         assert math.exp(-excess.item()) >= truth * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("task", [Bijection(4, 3), Coin(steps=5), Recurrence(modulus=3, steps=5), Regression(points=4)])
+def test_laws_hold_under_many_seeds(task):
+    assert [law for seed in range(10) for law in check(task, 200, seed) if not law.passed] == []
+
+
+def test_the_alarm_is_shared_among_all_that_is_looked_at():
+    one = _excess(torch.tensor(4.4), torch.tensor(1.0), 0.0)
+    assert one.item() == pytest.approx(4.4**2 / 2)
+    assert _by_simulation("", one, "").passed and not _by_simulation("", one + 0.3, "").passed
+    assert _by_simulation("", torch.stack([one + 0.3, one * 0]), "").passed
+    assert math.log(2 / ALARM) == pytest.approx(9.9, abs=0.01)
+    assert not _by_simulation("", torch.tensor([math.inf]), "").passed
+    assert not _by_simulation("", _excess(torch.tensor(math.nan), torch.tensor(1.0), 0.0), "").passed

@@ -6,11 +6,14 @@ import pytest
 
 from llmgeom.claims import judge_estimates
 from llmgeom.record import Record
+from llmgeom.reports import page
 from llmgeom.reports.digest import digest
 from llmgeom.reports.findings import findings
 from llmgeom.reports.table import rows
 from llmgeom.result import SENTENCE, WORDS
 from tests.findings import claim, record, said, text_of
+
+BY_PROCESS = {"text": ("a", "b"), "template": ("0", "1"), "domain": ("recall", "bijection")}
 
 TERM = "PC1-entropy correlation (Agarwal et al. 2025, Paper III)"
 ALLOWS = {"equivalence": "within", "hurdle": 0.5, "least": -0.1}
@@ -158,3 +161,20 @@ def test_n_is_named_after_what_is_independent():
 def test_a_hostile_claim_or_reason_moves_no_cursor():
     made = record(claim(claim="x\x1b[2J: so."), unmeasured={"p": "bad\x1b[31m"})
     assert "\x1b" not in "".join(text_of(digest([made]))) and "x\\x1b[2J" in "".join(text_of(digest([made])))
+
+
+def test_a_run_of_processes_opens_with_their_profile_and_counts_them():
+    """The pooled claim comes first though another effect is larger; the title does not list eight names."""
+    small = claim("binds", "holds", 0.6, claim="The model binds: pooled.")
+    large = claim(verdict="holds", value=0.9)
+    profile = replace(record(small, probe="profile", source="profile", kind="processes"), prompts={})
+    parts = [record(large, source=name, kind="process") for name in ("recall", "bijection")]
+    sentence, shown = said(profile, *parts)
+    assert "on 2 processes" in sentence and shown[0].startswith("The model binds")
+    html = page([profile, *parts])
+    assert "pocket:pythia on evidence in text: 2 processes" in html
+    assert "2 processes, 2 prompts each, from 2 sets of marks" in html
+    assert html.index('<section id="profile">') < html.index('<section id="value_manifold">')
+    assert "<legend>processes</legend>" in page([replace(one, prompts=BY_PROCESS) for one in parts])
+    alone = page(parts[:1])
+    assert "pocket:pythia on evidence in text: recall" in alone and "2 prompts from 2 sets of marks" in alone

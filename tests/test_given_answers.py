@@ -211,3 +211,13 @@ def test_a_calibrated_model_whose_clusters_are_right_together_is_not_called_misc
         (h,) = (h for h in scored(log_prob, right.astype(int), cluster, seed, ()).estimates if "ECE" in h.name)
         p.append(h.p)
     assert np.mean(np.array(p) <= 0.05) <= 0.15 and 0.25 < np.median(p) < 0.75
+
+
+@pytest.mark.parametrize(("shift", "above"), [(0.0, False), (1.0, True)])
+def test_accuracy_is_above_permuted_answers_only_where_the_model_knows(shift, above):
+    rng = np.random.default_rng(3)
+    right = rng.integers(0, 3, 120)
+    log_prob = rng.standard_normal((120, 3)) + 2 * shift * (right[:, None] == np.arange(3))
+    result = scored(log_prob.tolist(), right, np.arange(120) // 2, 0, (), names=ANSWERS, entropy=rng.random(120))
+    accuracy, _, score, sure, _ = result.estimates
+    assert (accuracy.p < 0.01) == above and (score.p < 0.01) == above and (sure.value > 0.6) == above

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from llmgeom.cache import interrupt
 from llmgeom.cli import main
-from llmgeom.files import write_whole
+from llmgeom.files import remove_unfinished, write_whole
 from llmgeom.model import running
 from llmgeom.model.model import Model
 from llmgeom.wind_tunnels import training as trainer
@@ -168,3 +168,19 @@ if __name__ == "__main__":
     assert "stopping after" in first and "Continue with: llmgeom dynamics --task bijection" in last
     for one in begun:
         assert trainer.resume_facts(one)["step"] > 0 and not list(one.rglob("*.tmp"))
+
+
+def test_what_a_process_that_still_runs_is_writing_stays(tmp_path):
+    """Process 1 runs always."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    gone = ended.pid
+    names = [f".a.{os.getpid()}.tmp", ".a.1.tmp", f".a.{gone}.tmp", f".b.{gone}.tmp", ".a.tmp", "a", ".a.x.tmp"]
+    for name in names:
+        (tmp_path / name).touch()
+    (tmp_path / f".c.{gone}.tmp").mkdir()
+    (tmp_path / f".c.{gone}.tmp/x").touch()
+    remove_unfinished(tmp_path, "b")
+    assert {p.name for p in tmp_path.iterdir()} == {*names, f".c.{gone}.tmp"} - {f".b.{gone}.tmp"}
+    remove_unfinished(tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {*names} - {f".a.{gone}.tmp", f".b.{gone}.tmp"}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from scipy.stats import ortho_group
+from scipy.stats import ortho_group, t
 
 from llmgeom.batch import Batch, Tokens
 from llmgeom.errors import Unavailable, UserError
@@ -220,3 +220,36 @@ def test_what_cannot_be_read_is_a_row_with_its_reason():
         observe(Model.of(FAMILIES["llama"].model()), few, probe.NEEDS)
     with refused(UserError, "untrained"):
         probe.measure(SimpleNamespace(observations=view().observations, control_observations=()))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_is_read_by_its_true_key_heads_or_says_why_not(name):
+    subject = Model.of(FAMILIES[name].model(), name=name)
+    reading = observe(subject, ragged(), probe.NEEDS)
+    facts = subject.facts
+    assert reading.columns.shape == (2, facts["kv_heads"])
+    assert reading.keys.shape == (facts["kv_heads"], len(probe.token_ids(subject, ragged())), facts["head_dim"])
+    assert reading.normed == FAMILIES[name].key_norm
+
+
+@pytest.mark.parametrize(
+    ("tokens", "centre", "clusters", "what"),
+    [(40, True, 40, "tokens"), (160, True, 32, "groups of tokens"), (40, False, 40, "tokens")],
+)
+def test_the_jackknife_error_of_token_keys_is_the_spread_over_samples_of_tokens(tokens, centre, clusters, what):
+    """Uneven keys, 60 samples: half widths over Student's quantile average their standard deviation."""
+    rng, values, errors = np.random.default_rng(8), [], []
+    for _ in range(60):
+        x = rng.standard_normal((1, tokens, DIM)) * np.linspace(0.3, 2, DIM)
+        value, interval = probe._tokens(x, centre)
+        values.append(value)
+        errors.append((interval.high - interval.low) / 2 / t.ppf(0.975, clusters - 1))
+        assert interval.method == f"jackknife over {clusters} {what}"
+    assert np.mean(errors) == pytest.approx(np.std(values), rel=0.25)
+
+
+def test_few_heads_have_no_interval_and_norms_are_told():
+    result = probe.measure(view(seed=7, layers=1, normed=True))
+    assert COLUMNS not in heads(result)
+    assert result.warnings[-2].startswith("columns of W_K: 3 heads in all are too few")
+    assert result.warnings[-1].startswith("queries and keys are normalised after their projection")

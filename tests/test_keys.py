@@ -5,9 +5,10 @@ import os
 import shutil
 import sys
 import types
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -319,3 +320,69 @@ def test_weights_that_are_not_in_memory_and_of_no_file_cannot_be_stored():
         model = transformers.AutoModelForCausalLM.from_config(FAMILIES["llama"].config())
     with refused(UserError, "offloaded"):
         identity(Model.of(model, name="tiny"))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "adapter_config.json", "chat_template.jinja", "modeling_mine.py"])
+def test_files_that_loading_reads_are_part_of_a_model(tmp_path, name):
+    (tmp_path / "config.json").write_text("{}")
+    hashes = {keys.of_files(tmp_path)}
+    for text in ("one", "other"):
+        (tmp_path / name).write_text(text)
+        hashes.add(keys.of_files(tmp_path))
+    assert len(hashes) == 3
+    (tmp_path / "notes.txt").write_text("not read")
+    assert keys.of_files(tmp_path) in hashes
+
+
+def test_a_loaded_model_that_is_written_to_is_no_longer_that_of_its_files():
+    subject = Model.load("pocket:llama")
+    run, weight = key(subject)[0], subject.model.get_output_embeddings().weight
+    for factor, equal in ((2, False), (0.5, True)):  # powers of two: the same bits again
+        with torch.no_grad():
+            weight.mul_(factor)
+        assert (key(subject)[0] == run) == equal
+        assert (key(subject)[0] == run) == equal, "and the second time"
+
+
+def test_an_implementation_of_attention_that_is_set_later_is_in_the_key_and_the_record(tmp_path):
+    subject, ours = tiny(), Model.of(FAMILIES["llama"].model(eager=True), name="tiny")
+    subject.capture(ragged(), {Site.VALUE}, store=str(tmp_path))
+    subject.model.set_attn_implementation("eager")
+    assert key(subject) == key(ours) != key(tiny())
+    assert subject.facts_now == ours.facts_now != tiny().facts_now
+    with subject.controls() as control:
+        assert control(2).forward.attention == ours.forward.attention == subject.untrained(2).forward.attention
+    seen: list[str] = []
+    peek = Edit("value", lambda x, _: seen.append(key(subject)[0]) or x, layers=(0,))
+    subject.capture(ragged(), {Site.VALUE}, [peek])
+    assert seen == [key(subject)[0]], "while it is read, too"
+
+
+@dataclass(frozen=True)
+class Setting:
+    size: float
+    names: tuple[str, ...] = ()
+
+
+def named_in_pairs():
+    """Values that are told apart, each beside one that differs from it in one thing."""
+    yield 1, True
+    yield 1, 1.0
+    yield "1", 1
+    yield 0.1, np.nextafter(0.1, 1).item()
+    yield ("a", "b"), ("b", "a")
+    yield {"a": 1}, {"a": 2}
+    yield {1: "a"}, {"1": "a"}
+    yield np.zeros(2), np.zeros(2, np.float32)
+    yield np.zeros((1, 2)), np.zeros((2, 1))
+    yield torch.zeros(2), torch.tensor([0.0, 1e-6])
+    yield Setting(1.0), Setting(2.0)
+    yield Setting(1.0, ("a",)), Setting(1.0, ("b",))
+
+
+@pytest.mark.parametrize("pair", list(named_in_pairs()))
+def test_values_that_differ_have_other_names_and_equal_ones_the_same(pair):
+    first, second = map(keys.named, pair)
+    assert first != second or json.dumps(first) != json.dumps(second)
+    assert keys.named(pair[0]) == first
+    json.dumps(first, allow_nan=False)

@@ -6,10 +6,11 @@ from scipy.stats import binom
 
 from llmgeom.errors import UserError
 from llmgeom.probes.labels.answers import scored
-from llmgeom.probes.labels.probe import LabelProbe
+from llmgeom.probes.labels.probe import PERMUTATIONS, LabelProbe
 from llmgeom.stats.label_scores import LEAST_ORDERS, coded, moved, require_orders
 from llmgeom.stats.nested_probe import Design, HeldOut, held_out, stratified_folds
 from llmgeom.stats.tests import tail_p
+from llmgeom.stats.verdict import ALPHA
 from studies.planted_labels import World
 from tests.refusals import refused
 
@@ -143,3 +144,45 @@ def test_right_answers_that_can_stand_in_few_orders_are_no_control_and_the_run_s
     right = rng.integers(0, 3, 40)
     result = scored(log_prob, right, cluster, 0, ())
     assert result.warnings == () and all(h.null for h in result.estimates)
+
+
+@pytest.mark.slow
+def test_p_of_a_label_that_goes_with_nothing_in_clusters_of_unequal_sizes_is_no_smaller_than_it_says():
+    p = []
+    for seed in range(120):
+        label, cluster = by_cluster(seed, np.arange(2, 22))
+        rng = np.random.default_rng([seed, 1])
+        x = 0.7 * rng.standard_normal((20, 8))[cluster] + rng.standard_normal((len(label), 8))
+        p.append(p_of(read(x, label, cluster, seed, 39)))
+    for level in (0.05, 0.25, 0.5):
+        assert (np.array(p) <= level).sum() <= binom.ppf(0.995, 120, level)
+
+
+@pytest.mark.slow
+def test_p_of_classes_that_nothing_predicts_is_uniform():
+    """Folds are stratified by the true label. Before labels moved inside folds alone, permuted ones scored .18."""
+    rng, alone, own = np.random.default_rng(5), np.arange(80), []
+    for seed in range(60):
+        label = rng.permutation(np.repeat(list("abcd"), 20))
+        x = rng.standard_normal((80, 10))
+        fold = stratified_folds("classes", label, alone, seed)
+        orders = moved(label, alone, 39, seed, fold)
+        assert all(
+            (np.sort(label[order][fold == i]) == np.sort(label[fold == i])).all() for order in orders for i in fold[:5]
+        )
+        own.append(held_out(Design("classes", coded("classes", label), fold), [lambda x=x: x], orders))
+    assert np.mean([one.moved.mean() for one in own]) == pytest.approx(0.25, abs=0.01)
+    p = np.array([p_of(one) for one in own])
+    for level in (0.05, 0.25, 0.5, 0.75):
+        low, high = binom.ppf([0.005, 0.995], 60, level)
+        assert low <= (p <= level).sum() <= high
+
+
+def test_enough_orders_are_drawn_for_a_claim_to_hold():
+    assert 1 / (1 + PERMUTATIONS) < ALPHA
+
+
+def test_accuracy_of_few_answers_stays_within_0_and_1():
+    log_prob = [np.log([0.9, 0.1])] * 6
+    found = scored(log_prob, np.array([0, 0, 0, 0, 0, 1]), np.arange(6), 0, ())
+    assert all(one.low >= 0 and one.high <= (2 if "Brier" in one.name else 1) for one in found.estimates)

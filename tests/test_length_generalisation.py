@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from scipy.stats import entropy, t
 
 from llmgeom import wind_tunnels
-from llmgeom.claims import judge
+from llmgeom.claims import judge, judge_estimates
 from llmgeom.cli import main
 from llmgeom.errors import UserError
 from llmgeom.model import hub
@@ -18,7 +18,7 @@ from llmgeom.model.capture import Capture, Site
 from llmgeom.model.model import Model
 from llmgeom.probe import WHOLE, ProbeInput
 from llmgeom.probes import length_generalisation
-from llmgeom.probes.length_generalisation import RATIO, Reach, reach
+from llmgeom.probes.length_generalisation import RATIO, Reach, measure_past, reach
 from llmgeom.record import Record
 from llmgeom.wind_tunnels.models.architectures import build
 from llmgeom.wind_tunnels.training import train
@@ -218,3 +218,21 @@ def test_a_scan_of_longer_sequences_knows_what_was_trained(tmp_path):
     (folder / hub.TUNNEL).write_text('{"task": "hmm:steps=4"}')
     with refused(UserError, "task"):
         Model.load(str(folder))
+
+
+def test_failures_that_the_sample_lacks_leave_the_claim_open():
+    """8 bits more at the first query past the horizon in 1 of 200 sequences: a ratio of 3, and 200 may lack them."""
+    held = lacked = 0
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        kl, even = rng.exponential(0.02, (200, 8)), np.full((200, 8), 0.5)
+        failed = rng.random(200) < 1 / 200
+        kl[:, 6] += 8 * failed
+        result = measure_past(kl, [even], even, 6)
+        estimate = next(h for h in result.estimates if h.name == RATIO)
+        (judged,) = judge_estimates([estimate])
+        lacked += not failed.any()
+        held += judged.verdict == "holds"
+        assert estimate.high > 2 and judged.verdict in ("open", "ruled out")
+        assert judged.verdict == "ruled out" or judged.needed == pytest.approx(9 * math.log(160) / 0.02, rel=0.2)
+    assert lacked >= 5 and not held

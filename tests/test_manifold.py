@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from scipy.stats import gamma, kstest
 from sklearn.datasets import make_swiss_roll
 from sklearn.neighbors import NearestNeighbors
 
@@ -120,3 +121,32 @@ def test_too_few_points_and_coinciding_ones_are_refused():
         twonn(distances(x))
     with refused(UserError, "coinciding"):
         twonn(distances(np.vstack([x, x])))
+
+
+def test_twonn_is_unbiased_and_its_interval_covers_where_ratios_are_exponential():
+    """Points in pairs of known ratio: distances made up so that log mu is exponential with rate 7."""
+    rng, inside, found = np.random.default_rng(0), 0, []
+    n = 40
+    for _ in range(400):
+        d = np.full((n, n), 50.0)
+        ratio = np.exp(rng.exponential(1 / 7, n))
+        for i in range(n):
+            d[i, (i + 1) % n], d[i, (i + 2) % n], d[i, i] = 1.0, ratio[i], 0.0
+        found.append(twonn(d))
+        low, high = (found[-1] * gamma.ppf(tail, 36) / 35 for tail in (0.025, 0.975))
+        inside += low < 7 < high
+    assert np.mean(found) == pytest.approx(7, abs=0.2)
+    assert 0.92 < inside / 400 < 0.98
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("n", "d"), [(40, 15), (40, 120)])
+def test_the_gaussian_s_p_is_uniform_for_gaussians_of_any_spectrum(n, d):
+    p = []
+    for seed in range(300):
+        rng = np.random.default_rng([1, seed])  # another stream than the Gaussian clouds', which the same seed starts
+        x = rng.standard_normal((n, d)) * np.exp(-np.arange(d) / 5) @ rng.standard_normal((d, d))
+        found = intrinsic_dimension(x, np.arange(n), 39, seed)
+        # p lies on a grid of 40 values; spread over its cell it is uniform.
+        p.append((1 + (found.gaussian <= found.twonn).sum() - rng.uniform()) / 40)
+    assert kstest(p, "uniform").pvalue > 0.01

@@ -9,6 +9,7 @@ import torch
 
 from llmgeom import plan as scanning
 from llmgeom.batch import Batch, Tokens
+from llmgeom.errors import UserError
 from llmgeom.model import running
 from llmgeom.model.capture import LazyTensors, Site
 from llmgeom.model.model import Model
@@ -148,3 +149,25 @@ def test_the_sample_that_a_probe_is_held_against_is_that_of_the_nulls(model, mon
     for layer, theirs in enumerate(control.layers(Site.ATTENTION_ENTROPY)):
         torch.testing.assert_close(few.untrained[0].tensors[Site.ATTENTION_ENTROPY, layer], theirs, atol=1e-6, rtol=0)
     assert all(len(one.prompt) == FEW for one in (*few.untrained, *few.shuffled))
+
+
+def test_a_second_sample_that_is_large_is_cut_as_well(model, monkeypatch):
+    monkeypatch.setattr(scanning, "MOST_PROMPTS", FEW)
+    views = []
+    needs = Needs(frozenset({Site.VALUE}), samples=("other",), control_prompts=FEW)
+    module = type(attention_focus)("seen")
+    module.NEEDS = needs
+
+    def measure(view):
+        views.append(view)
+        raise UserError("enough")
+
+    module.measure = measure
+    measured(model, prompts(), {"seen": module}, samples={"other": prompts(100, seed=8)}, controls=2)
+    (view,) = views
+    assert len(view.entropy) == N == len(view.capture.prompt) and len(view.null_subset.entropy) == FEW
+    sample = view.samples["other"]
+    assert len(sample.entropy) == FEW == len(sample.clusters) and all(
+        len(control.prompt) == FEW for control in sample.untrained
+    )
+    assert view.untrained == () and len(view.null_subset.untrained) == 2

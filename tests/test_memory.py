@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter, defaultdict
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -199,3 +200,30 @@ def test_nothing_is_said_of_the_memory_of_a_model_that_does_not_infer():
     with pytest.raises(UserError, match=r"skill over bag of values is -1\.6"):
         results.require_skill(np.full((200, 4), 3.0), scores)  # uniform: 3 bits; the bag of values: 1.146
     results.require_skill(scores.own.kl, scores)
+
+
+def of_states(rng, n, share, failing):
+    """Graded sequences of five queries, a tenth of whose states is held out; a share of those fails by 10 bits."""
+    out = rng.random((n, 5)) < 0.1
+    kl = np.where(out & (rng.random((n, 5)) < failing), 10.0, rng.exponential(share, (n, 5)))
+    scores = SimpleNamespace(
+        own=SimpleNamespace(kl=kl), within=slice(None), best="one", trivial={"one": SimpleNamespace(kl=np.ones((n, 5)))}
+    )
+    return results.measure_states(scores, out).estimates[0]
+
+
+def test_no_table_was_learnt_does_not_hold_where_1_held_out_state_in_500_fails():
+    """True difference: .02 bits, twice the margin. By a jackknife's interval the claim held in 30 %."""
+    rng = np.random.default_rng(3)
+    graded = [of_states(rng, 1000, 1e-4, 0.002) for _ in range(100)]
+    assert not any(h.p < 0.025 or h.excess.p_excluded < 0.025 for h in graded)
+    assert np.mean([h.low <= 0.02 <= h.high for h in graded]) >= 0.95
+
+
+def test_an_exact_model_needs_as_many_sequences_with_a_held_out_state_as_the_posterior_needs_sequences():
+    rng = np.random.default_rng(4)
+    h = of_states(rng, 4000, 0.0, 0.0)
+    assert h.needed == pytest.approx(4566 / (1 - 0.9**5), rel=0.05) and h.p > 0.0125
+    assert (
+        of_states(rng, round(1.06 * h.needed), 0.0, 0.0).p < 0.0125 < of_states(rng, round(0.94 * h.needed), 0.0, 0.0).p
+    )

@@ -141,3 +141,19 @@ def test_long_sequences_with_fast_decay_have_gradients():
         layer.mixer.dt_bias.data += 50
     model(input_ids=inputs(0, length=40)).logits.sum().backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("arch", ["mamba2", "mamba"])
+def test_state_spaces_start_as_transformers_do(arch):
+    ours = build(arch, **{**SHAPE, "width": 72}, layers=1)
+    state, expected = ours.layers[0].mixer.state_dict(), theirs(arch, ours).backbone.layers[0].mixer.state_dict()
+    assert {k: v.shape for k, v in state.items()} == {k: v.shape for k, v in expected.items()}
+    for name in ("A_log", "D", "conv1d.bias"):
+        torch.testing.assert_close(state[name], expected[name])
+    for name in {"conv1d.weight", "out_proj.weight", "dt_proj.weight"} & set(state):
+        assert state[name].std().item() == pytest.approx(expected[name].std().item(), rel=0.25), name
+    # Theirs are N(0, 0.1); ours are as in every other architecture here.
+    for name in {"in_proj.weight", "x_proj.weight"} & set(state):
+        assert state[name].std().item() == pytest.approx(0.02, rel=0.05), name
+    steps = torch.nn.functional.softplus(state["dt_bias" if arch == "mamba2" else "dt_proj.bias"])
+    assert 0.001 <= steps.min() < steps.max() <= 0.1

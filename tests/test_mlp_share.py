@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from llmgeom import claims, wind_tunnels
-from llmgeom.errors import Unavailable
+from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.model import Model
 from llmgeom.probes.interventions.component_results import MLP_EVIDENCE, MLP_NORM, MLP_SHARE, measure_blocks
 from llmgeom.probes.interventions.intervention import Effects
@@ -100,3 +100,21 @@ def test_an_lstm_has_no_branches(tmp_path):
     task = wind_tunnels.load_world("hmm:steps=4")
     with pytest.raises(Unavailable):
         examine(subject, task.sample(12, 0, "held-out"), "blocks", task=task, positions="all")
+
+
+def test_a_branch_that_writes_nothing_has_no_ratio_of_norms():
+    own = drawn(1, 2, 3) | {"norms": drawn(0, 2, 3)["norms"]}
+    made = measured(own, SMALL)
+    assert MLP_NORM not in {h.name for h in made.estimates} and len(made.warnings) == 1
+    made = measured(drawn(1, 2, 3), [own, *SMALL])
+    assert MLP_NORM not in {h.name for h in made.estimates} and len(made.warnings) == 1
+
+
+def test_evidence_that_is_not_lost_has_no_share():
+    own = drawn(1, 3, 0, evidence=True)
+    noise = np.random.default_rng(0).standard_normal((6, 30))
+    made = measured(own | {"evidence": noise - noise.mean()}, SMALL)
+    assert {MLP_SHARE, MLP_NORM} <= {h.name for h in made.estimates}
+    assert MLP_EVIDENCE not in {h.name for h in made.estimates} and len(made.warnings) == 1
+    with pytest.raises(UserError):
+        measured({name: of for name, of in own.items() if name != "evidence"} | {"kl": 0 * noise}, SMALL)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -202,3 +203,24 @@ def test_too_little_memory_is_recognised_by_the_words_of_torch():
     located = hub.Located("big", "big", None, "local")
     assert "not enough memory" in str(hub.explain(raised.value, located))
     assert "not enough memory" in str(hub.explain(torch.OutOfMemoryError("CUDA out of memory."), located))
+
+
+def test_native_is_what_transformers_says_it_is():
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as known
+
+    assert all(hub.native(name) for name in list(known)[::20]) and "phi3" in known
+    assert not any(hub.native(name) for name in ("vit", "nobodys", None))
+
+
+def test_a_cached_model_loads_beside_a_hub_that_hangs(tiny, cache, silent, monkeypatch):
+    shutil.copytree(tiny, snapshot(cache, "o/good"), dirs_exist_ok=True)
+    found = hub.locate("o/good", OLDER)
+    point_at(monkeypatch, silent)
+    start = time.monotonic()
+    assert type(load(found)).__name__ == "LlamaForCausalLM"
+    other = hub.Located("o/other", "o/other", COMMIT, "cached")
+    with pytest.raises(OSError) as raised:
+        load(other)
+    assert time.monotonic() - start < 8
+    said = str(hub.explain(raised.value, other))
+    assert said.startswith("o/other: a file is not in the cache and the hub did not give it; run again with a network")

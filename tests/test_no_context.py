@@ -139,3 +139,23 @@ def test_with_attention_cut_the_control_is_the_model_itself():
     view = seen["view"]
     assert torch.equal(view.no_context.residual, view.capture.residual)
     assert torch.equal(view.no_context.entropy, view.capture.entropy)
+
+
+def test_the_runner_reads_it_once_over_all_samples_and_a_repeat_reads_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path))
+    subject = Model.load("pocket:llama", device="cpu")
+    samples = {"a": texts(20, 21, 3)}
+    seen: dict = {}
+    needs = Needs(frozenset({Site.RESIDUAL, Site.VALUE}), samples=("a",), controls={NO_CONTEXT})
+    options = {"samples": samples, "controls": 1, "store": str(tmp_path / "captures")}
+    run_probes(subject, texts(*range(10)), {"one": probe(needs)(look(seen))}, **options)
+    first = seen["view"].no_context.residual
+    batch = tokenized(subject, texts(*range(10)))
+    plan = Plan.of(subject, batch, {"one": probe(needs)(values)}, 1, 0, samples=samples)
+    works = [work for kind, _, work in plan.every(str(tmp_path / "captures")) if kind == NO_CONTEXT]
+    assert works and not [shard for work in works for shard in work.missing(range(len(work.groups)))]
+    assert len(seen["view"].samples["a"].no_context.prompt) == 3
+    monkeypatch.setattr("llmgeom.model.running.one_pass", None)
+    other = probe(needs)(lambda data: look(seen)(data))  # another probe of the same captures
+    run_probes(subject, texts(*range(10)), {"two": other}, **options)
+    assert torch.equal(seen["view"].no_context.residual, first)

@@ -4,13 +4,15 @@ import re
 from collections import Counter
 from itertools import islice
 
+import numpy as np
 import pytest
+import torch
 
 from llmgeom.prompts import nonce
 from llmgeom.prompts.lexicon import lexicon
 from llmgeom.prompts.nonce import FORMATS, LABELS, Part, carriers, leads, pairs
 from studies import corpus
-from studies.label_sequences import LONGEST, sequences
+from studies.label_sequences import LONGEST, PRIORS, Evidence, sequences
 from studies.training_data import domains
 
 READ = {
@@ -65,3 +67,37 @@ def test_nothing_held_out_is_in_the_training_stream_and_all_else_is(stream):
         assert set(labels) <= set(named) and len(named) == 2
         assert len(set(nouns)) == len(nouns) <= LONGEST
     assert {len(nouns) for *_, nouns, _ in stream} == set(range(1, LONGEST + 1))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_next_label_of_the_stream_is_as_often_what_the_answer_says(name, stream):
+    labels = [labels for other, _, _, _, labels in stream if other == name]
+    first = [next(label for label in row) for row in labels]
+    seen = [
+        (row[:k].count(one), k, row[k] == one)
+        for row, one in zip(labels, first, strict=True)
+        for k in range(1, len(row))
+    ]
+    for n1, k in [(1, 1), (2, 2), (1, 2), (3, 3), (2, 4)]:
+        drawn = [hit for *known, hit in seen if known == [n1, k]]
+        share = np.exp(PRIORS[name].predictive(n1, k - n1)[0])
+        assert np.mean(drawn) == pytest.approx(share, abs=4 * np.sqrt(share * (1 - share) / len(drawn)))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_prompt_holds_k_observations_and_ends_where_its_posterior_answers(name):
+    batch = Evidence(name, least=0).sample(9 * 95, seed=3)
+    assert batch.posterior.predictive.shape == (855, 1, 2)
+    for i, text in enumerate(batch.text):
+        k, pair, first, second = (batch.columns[c][i] for c in ("k", "pair", "first", "second"))
+        assert text.endswith(FORMATS[name].link) and pair == f"{first}-{second}"
+        found, lead, named, nouns, labels = read(f"{text} {first}.")
+        assert (found, lead, len(labels)) == (name, batch.columns["lead"][i], k + 1)
+        assert set(named) == {first, second} and (first, second) in pairs(Part.HELD_OUT)
+        assert set(nouns) <= set(carriers(Part.HELD_OUT)) and len(set(nouns)) == k + 1
+        n1 = labels[:-1].count(first)
+        assert n1 == batch.columns["n1"][i]
+        expected = torch.from_numpy(PRIORS[name].predictive(n1, k - n1))
+        torch.testing.assert_close(batch.posterior.predictive[i, 0], expected)
+    assert set(Counter(zip(batch.columns["pair"], batch.columns["k"], strict=True)).values()) == {1}
+    assert len(set(batch.cluster)) == len(batch)

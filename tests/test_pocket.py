@@ -18,7 +18,8 @@ from llmgeom.probes.evidence.answers import RESOLUTION
 from llmgeom.prompts import nonce
 from llmgeom.wind_tunnels import names
 from studies import corpus, evaluate, label_sequences, pocket, pocket_evidence
-from studies.evaluate import Demands, missed
+from studies.evaluate import Demands, missed, skill_by_count
+from studies.label_sequences import Evidence
 from studies.pocket import POCKETS, build
 from studies.pocket_evidence import PARENT, TAUGHT
 from studies.training_data import domains, examination, sha256
@@ -219,3 +220,29 @@ def test_its_card_is_of_the_stored_weights_and_the_claims_hold(name):
     assert json.loads(json.dumps([asdict(course) for course in TAUGHT[name].courses])) == card["courses"]
     assert (folder / "tokenizer.json").read_bytes() == (hub.POCKET / PARENT / "tokenizer.json").read_bytes()
     assert (folder / "card.md").read_text() == pocket_evidence.page(card)
+
+
+def test_an_oracle_has_skill_1_and_the_best_constant_of_each_k_has_0():
+    batch = Evidence("is").sample(8 * 95, seed=0)
+    exact, k = batch.posterior.predictive[:, 0].numpy(), np.array(batch.columns["k"])
+    assert skill_by_count(exact, exact, k) == 1
+    mean = np.stack([np.log(np.exp(exact[k == one]).mean(0)) for one in k])
+    assert skill_by_count(exact, mean, k) == pytest.approx(0, abs=1e-12)
+    rng = np.random.default_rng(0)
+    for _ in range(20):  # no other constant does better, and the mean of ten with the answer does
+        p = np.clip(np.exp(mean[:, 0]) + rng.normal(0, 0.05, 9)[k], 0.01, 0.99)
+        assert skill_by_count(exact, np.log(np.stack([p, 1 - p], axis=1)), k) < 0
+    assert 0 < skill_by_count(exact, np.log((np.exp(exact) + 9 * np.exp(mean)) / 10), k) < 1
+
+
+@pytest.mark.slow
+def test_answers_are_those_of_one_prompt_at_a_time(tiny):
+    subject = evaluate.stored(tiny[0])
+    batch = Evidence("colon").sample(40, seed=0)
+    found, mass = evaluate.answers(subject, batch, at_once=7)
+    for i in range(0, 40, 7):
+        ids = torch.tensor([subject.tokenizer(batch.text[i])["input_ids"]])
+        p = subject.model(ids).logits[0, -1].double().softmax(-1)
+        two = p[[subject.tokenizer(f" {batch.columns[c][i]}")["input_ids"][0] for c in ("first", "second")]]
+        np.testing.assert_allclose(np.exp(found[i]), (two / two.sum()).detach().numpy(), rtol=1e-5)
+        assert np.exp(mass[i]) == pytest.approx(two.sum().item(), rel=1e-5)

@@ -6,14 +6,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from scipy import stats
+from scipy import optimize, stats
+from scipy.special import log_softmax
+from sklearn.linear_model import LinearRegression
 
 from llmgeom.commands.grade import table
 from llmgeom.grading import Origin
 from llmgeom.probes.length_generalisation import FAILURES
-from llmgeom.probes.posterior.grading import StateTable, grade, score_model
-from llmgeom.probes.posterior.results import skill
-from llmgeom.probes.posterior.scores import score
+from llmgeom.probes.posterior.grading import StateTable, grade, read_answers, score_model
+from llmgeom.probes.posterior.results import divergence, skill
+from llmgeom.probes.posterior.scores import Evaluation, score
 from llmgeom.reports import page
 from llmgeom.wind_tunnels.worlds.coin import Coin
 from llmgeom.wind_tunnels.worlds.markov import Markov
@@ -359,3 +361,58 @@ def test_skill_over_95_per_cent_does_not_hold_where_rare_failures_take_it_away()
     enough = few.needed
     assert skill("posterior", SKILL, np.zeros(enough), np.full(enough, 0.14)).p < 0.0125
     assert skill("posterior", SKILL, np.zeros(enough - 1), np.full(enough - 1, 0.14)).p > 0.0125
+
+
+def test_resolution_is_that_of_maps_fitted_on_other_sequences():
+    """By scipy's minimiser, fold by fold; the intervals of both numbers by deleting one sequence at a time."""
+    task, n = Coin(steps=4, prior="beta:1,1"), 30
+    noisy = noise(task, 4, 2.0)
+    model = of(task, saying(task, lambda x: (1.5 * task.log_predictive(x) + noisy(x)[..., :2]).log_softmax(-1)))
+    record = examine(model, task, Origin(), n=n, nulls=1)
+    evaluation = Evaluation(task, n, 0, task.test_split, task.trained_queries)
+    forms = evaluation.exact, read_answers(model, task, evaluation.batch)
+    exact, z = (form[..., :2].double().log_softmax(-1).numpy() for form in forms)
+    p, z, left = np.exp(exact), z - z.mean(-1, keepdims=True), np.empty(n)
+    for fold in range(5):
+        test = np.arange(n) % 5 == fold
+
+        def loss(a, c, rows):
+            return (p[rows] * (exact[rows] - log_softmax(a * z[rows] + np.array([c, -c]), axis=-1))).sum(-1)
+
+        fitted = optimize.minimize(lambda ac, rest=~test: loss(*ac, rest).mean(), [0.0, 0.0], tol=1e-10).x
+        left[test] = loss(*fitted, test).mean(1)
+    even = (p * (exact + np.log(2))).sum(-1).mean(1)
+    got = found(record, "posterior", "resolution")
+    assert got.value == pytest.approx(1 - left.sum() / even.sum(), abs=2e-3) and got.n == n
+    e = exact - exact.mean(-1, keepdims=True)
+    weights = np.array(
+        [
+            LinearRegression()
+            .fit(np.delete(e, i, 0)[..., :1].reshape(-1, 1), np.delete(z, i, 0)[..., 0].ravel())
+            .coef_[0]
+            for i in range(n)
+        ]
+    )
+    error = stats.t.ppf(0.975, n - 1) * np.sqrt((n - 1) / n * np.square(weights - weights.mean()).sum())
+    weight = found(record, "posterior", "weight of evidence")
+    assert (weight.high - weight.low) / 2 == pytest.approx(error, rel=0.1)
+
+
+def test_the_band_is_that_of_the_twins_in_the_same_pipeline():
+    task = REPLACED
+    record = examine(of(task, uniform(task)), task, Origin(task.title, 6, FEW), n=30, seed=7, nulls=5)
+    untrained = [grade(of(task, noise(task, 8 + i)), task, 30, 7) for i in range(5)]
+    band = record.results["posterior"].arrays["kl_null"]
+    kl = np.array([control.own.kl.mean(0) for control in untrained])
+    np.testing.assert_allclose(band, np.stack([kl.min(0), kl.max(0)], 1))
+    for name in ("mae_abs", "mae_mean"):
+        h, each = found(record, "posterior", name), [getattr(control, name) for control in untrained]
+        assert (h.null_low, h.null_high) == pytest.approx((min(each), max(each)))
+    assert record.warnings == ("only 5 draws of each control, too few to know how much they vary: take 8 or more",)
+
+
+def test_the_claim_that_answers_are_exact_fails_where_one_sequence_in_a_thousand_is_wrong_by_20_bits():
+    """True KL: .02 bits, twice the margin. By Student's interval of 1,000 sequences the claim held in 36 %."""
+    rng = np.random.default_rng(0)
+    graded = [divergence("posterior", KL, np.where(rng.random(6000) < 1e-3, 20.0, 0.0)) for _ in range(60)]
+    assert sum(h.p < 0.025 for h in graded) <= 4 and not any(h.excess.p_excluded < 0.025 for h in graded)

@@ -1,7 +1,7 @@
 """Scores of answers against the exact posterior, by Bayes' rule in plain Python, loops and quadrature."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -10,10 +10,12 @@ from scipy import integrate, stats
 
 from llmgeom.errors import UserError
 from llmgeom.model.edits import Edit
+from llmgeom.model.model import Model
 from llmgeom.probes.posterior.grading import grade
+from llmgeom.wind_tunnels import models
 from llmgeom.wind_tunnels.worlds.bijection import Bijection
 from llmgeom.wind_tunnels.worlds.coin import Coin
-from llmgeom.world import held_out
+from llmgeom.world import Categorical, Sequences, World, held_out
 from tests.refusals import refused
 from tests.written_answers import PLAIN, REPLACED, Mean, noise, of, uniform
 
@@ -160,3 +162,48 @@ def test_what_cannot_be_read_is_refused():
     edit = Edit("value", lambda x, *_: x, (0,))
     with refused(UserError, "fake", "edited"):
         grade(replace(of(PLAIN, uniform(PLAIN)), edits=(edit,)), PLAIN, 10)
+
+
+def test_no_constant_is_nearer_than_the_mean_of_the_exact_answers():
+    task = Coin(steps=6, prior="beta:1,6")
+    got = grade(of(task, uniform(task)), task, 4000, seed=0)
+    exact = got.batch.posterior.predictive.exp().numpy()[..., 0]
+    grid = np.linspace(0.02, 0.5, 481)
+    each = [(exact * np.log2(exact / q) + (1 - exact) * np.log2((1 - exact) / (1 - q))).mean() for q in grid]
+    assert grid[np.argmin(each)] == pytest.approx(1 / 7, abs=0.01)
+    assert got.trivial["constant"].kl.mean() == pytest.approx(min(each), abs=2e-3)
+
+
+@dataclass(frozen=True)
+class Turns(World):
+    """The first answer is mostly 0, the second mostly 1, whatever else."""
+
+    memorisable = "there is nothing to infer"
+    vocabulary = 2
+    length = 2
+    query = (0, 1)
+    answers = Categorical((0, 1))
+
+    def draw(self, hypothesis, generator, training=False):
+        return Sequences(*torch.randint(2, (2, len(hypothesis), 2), generator=generator))
+
+    def log_predictive(self, inputs):
+        return torch.tensor([[0.9, 0.1], [0.2, 0.8]], dtype=torch.float64).log().expand(len(inputs), 2, 2)
+
+
+@pytest.mark.parametrize(("trained", "mean"), [(2, 0.55), (1, 0.9)])
+def test_a_position_has_its_own_mean_and_a_constant_that_of_the_trained_queries(trained, mean):
+    task = Turns()
+    got = grade(of(task, uniform(task)), task, 1000, trained=trained)
+    found = {name: one.kl.mean(0) for name, one in got.trivial.items()}
+    np.testing.assert_allclose(found["position"], 0, atol=1e-6)
+    kl = [sum(a * math.log2(a / b) for a, b in ((p, mean), (1 - p, 1 - mean))) for p in (0.9, 0.2)]
+    np.testing.assert_allclose(found["constant"], kl, atol=1e-9)
+    assert got.as_exact == (("position",) if trained == 2 else ("position", "constant"))
+    assert grade(of(task, uniform(task)), task, 10, trained=99).trained == 2
+
+
+def test_rows_are_read_in_the_precision_of_the_weights():
+    task = Mean()
+    model = models.build("gpt2", vocabulary=2, length=4, features=1, width=16, layers=1, heads=2, seed=0)
+    assert np.isfinite(grade(Model.of(model.to(torch.bfloat16)), task, 10).own.kl).all()

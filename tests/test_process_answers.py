@@ -20,9 +20,10 @@ from llmgeom.probes.evidence.answers import Controls
 from llmgeom.probes.evidence.predictions import LabelPredictions, label_ids, label_words
 from llmgeom.prompts import text as in_text
 from llmgeom.record import Record
-from llmgeom.result import Estimate
+from llmgeom.result import SENTENCE, Estimate
 from llmgeom.stats import weighing
 from llmgeom.wind_tunnels import load_world, names
+from studies import answerers
 from tests.refusals import refused
 
 
@@ -238,3 +239,22 @@ def test_the_belief_is_read_along_the_marks_in_the_order_of_outcomes(spec):
     for text, words in zip(batch.text, label_words(batch), strict=True):
         places = [text.index(f" {word}") for word in words]  # the lead-in names outcomes in order
         assert spec == "stated" or places == sorted(places)
+
+
+def test_an_over_confident_answerer_uses_the_evidence_and_weighs_it_too_much():
+    _, result = measured("two-point", scaled(2.5, noise=0.5))
+    h = found(result)
+    assert h[answers.RESOLUTION].verdict == "holds" and h[answers.RESOLUTION].value > 0.9
+    assert h[answers.WEIGHT].verdict == "ruled out" and h[answers.WEIGHT].value == pytest.approx(2.5, abs=0.1)
+    assert h[answers.LOSS].verdict == "ruled out"
+    assert "weighs evidence 2.5 times too much" in result.facts[SENTENCE]
+
+
+@pytest.mark.parametrize(
+    "name", ["Bayes", "over-confident", "under-confident", "biased", "noisy", "forgets", "counts", "even"]
+)
+def test_simulated_answerers_are_told_apart(name):
+    """One data set of two-point each; `python -m studies.answerers` has all processes and 20 data sets."""
+    batch = in_text.sample(load_world("two-point", text=True), 50, 0)
+    called = {"over-confident": "too steep", "under-confident": "too flat", "even": "ignores the evidence"}
+    assert answerers.kind(answers.measure_answers(batch, answerers.answered(name, batch, 0))) == called.get(name, name)

@@ -222,3 +222,15 @@ def test_a_model_set_by_hand_to_look_at_the_matching_key():
         assert found[name].value == pytest.approx(np.mean(expected), abs=1e-3)
         assert found[name].verdict == "holds"
     assert beyond(found[BEST]) == "yes"
+
+
+def test_a_window_s_even_attention_has_no_excess_either():
+    task = load_world("bijection")
+    batch, rows = task.sample(30, 4), even(task, 30, window=4)
+    untrained = [[even(task, 30), rows]] * 20
+    result = measured(task, batch, [even(task, 30), rows], untrained=untrained)
+    np.testing.assert_allclose(result["excess"], 0, atol=1e-6)
+    rows = noisy(task, 30, np.random.default_rng(0)) * (rows > 0)
+    assert measured(task, batch, [rows], untrained=[[rows]] * 20)["excess"][0, 1] == pytest.approx(
+        by_hand(batch, rows, 1, back=3), abs=1e-6
+    )

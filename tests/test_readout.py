@@ -225,3 +225,54 @@ def test_many_rows_are_read_within_strata_as_few_are(monkeypatch):
     rows_alike = same[fold]
     assert same.any()
     np.testing.assert_allclose(many.prediction[rows_alike], few.prediction[rows_alike], rtol=1e-8)
+
+
+def test_a_planted_direction_is_read_and_noise_is_not():
+    noise = []
+    for seed in range(24):
+        rng = np.random.default_rng([1, seed])
+        x, _ = rows(75, 128, seed)
+        if seed < 3:
+            factor = rng.standard_normal(75)
+            assert decodability(x + 4 * x.std(0) * factor[:, None] * rng.standard_normal(128), factor, _fold(75)) > 0.9
+        noise.append(decodability(x, rng.standard_normal(75), _fold(75)))
+    assert -0.15 < np.mean(noise) < 0
+
+
+def test_what_units_share_does_not_leak_across_folds():
+    """Rows of a unit share a random vector and a random number: a split of rows reads one from the other."""
+    random_rows, by_unit = [], []
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        clusters = np.repeat(np.arange(20), 4)
+        x = rng.standard_normal((20, 40))[clusters] + 0.3 * rng.standard_normal((80, 40))
+        y = rng.standard_normal(20)[clusters] + 0.3 * rng.standard_normal(80)
+        random_rows.append(decodability(x, y, _fold(80)))
+        by_unit.append(decodability(x, y, folds(clusters, seed)))
+    assert np.mean(random_rows) > 0.5
+    assert np.mean(by_unit) < 0
+
+
+def test_where_nothing_varies_the_mean_of_other_units_is_predicted():
+    y = np.arange(20.0)
+    found = read(np.ones((20, 4)), y[:, None], _fold(20))
+    for held in range(5):
+        np.testing.assert_allclose(found.prediction[found.fold == held], y[found.fold != held].mean())
+    assert found.r2[0] < 0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("noise", [0.3, 2.0, 1e6])
+def test_the_interval_covers_the_expected_r2(noise):
+    made = []
+    for seed in range(150):
+        rng = np.random.default_rng(seed)
+        loading = np.random.default_rng(99).standard_normal((20, 128))
+        z = rng.standard_normal((75, 20))
+        x = z * np.exp(-np.arange(20) / 6) @ loading + 0.3 * rng.standard_normal((75, 128))
+        y = z[:, 1] + 0.5 * z[:, 4] + noise * rng.standard_normal(75)
+        found = read(x, y[:, None], _fold(75))
+        interval = decodability_interval(x, found, np.arange(75))
+        made.append((found.r2[0], interval.low, interval.high))
+    value, low, high = np.array(made).T
+    assert 0.9 <= np.mean((low < value.mean()) & (value.mean() < high)) <= 1

@@ -150,3 +150,14 @@ def test_a_folder_with_several_records_is_read_as_the_command_printed_it(tmp_pat
         Record.load_one(tmp_path)
     with pytest.raises(UserError, match=r"holds no record\.json"):
         Record.load(tmp_path / "math" / "nothing")
+
+
+def test_a_file_appears_by_rename_so_that_no_reader_sees_half_of_it(tmp_path, monkeypatch):
+    path = tmp_path / "x.json"
+    write_whole(path, b"old")
+    seen = []
+    rename = os.replace
+    monkeypatch.setattr(os, "replace", lambda a, b: (seen.append((path.read_bytes(), a.read_bytes())), rename(a, b))[1])
+    write_whole(path, b"new")
+    assert seen == [(b"old", b"new")]
+    assert path.read_bytes() == b"new"

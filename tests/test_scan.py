@@ -272,3 +272,48 @@ def test_a_finished_run_is_shown_again_without_its_model_unless_anything_differs
     assert request().finished
     (place / "arrays.safetensors").write_bytes(b"damaged")
     assert not request().finished
+
+
+def test_a_reading_that_is_refused_is_a_row_and_the_other_probes_are_measured(subject, batch):
+    def read(who, captures):
+        raise Unavailable("W_K cannot be read")
+
+    probes = {
+        "reads": probe(lambda v: seen(np.zeros(2)), examine=read),
+        "plain": probe(lambda v: seen(np.ones(2))),
+    }
+    record = run_probes(subject, batch, probes, controls=2)
+    assert record.unmeasured == {"reads": "W_K cannot be read"} and set(record.results) == {"plain"}
+
+
+@pytest.mark.parametrize("where", ["untrained controls", "shuffled"])
+def test_memory_that_ran_out_in_any_pass_is_told_once(subject, batch, monkeypatch, where):
+    whole, passed = running.one_pass, []
+
+    def scarce(self, work, members):
+        control, shuffled = (
+            self.facts.get("untrained") is not None,
+            not torch.equal(work.tokens.data, batch.tokens.data),
+        )
+        passed.append((control, shuffled, len(members)))
+        if {"untrained controls": control, "shuffled": shuffled}[where] and len(members) == N:
+            raise torch.OutOfMemoryError("no memory")
+        return whole(self, work, members)
+
+    monkeypatch.setattr(running, "one_pass", scarce)
+    record = run_probes(subject, batch, {"seen": probe(lambda view: seen(np.zeros(2)))}, controls=3, batch_tokens=10**6)
+    assert passed.count((where == "untrained controls", where == "shuffled", N)) == 3
+    assert [w for w in record.warnings if "memory" in w] == [f"out of memory: a batch of {N} prompts was run in halves"]
+
+
+def test_candidates_longer_than_the_model_s_positions_are_left_out_and_said_so(folder):
+    asked = RunConfig(model=folder, domains=("math",), probes=(), n=30, limit=150, seed=3)
+    plan = prepare(asked, write=False)
+    subject = plan.settings.load()
+    lengths = subject.tokens(plan.pools["math"]).lengths
+    limit = int(lengths.sort().values[-4])
+    short = replace(subject, facts={**subject.facts, "positions": limit})
+    planned = plan.plan(short, "math")
+    batch, notes = planned.batch, planned.notes
+    assert notes == [f"{(lengths > limit).sum()} of 150 prompts of the pool have more than {limit} tokens: left out"]
+    assert short.tokens(batch).lengths.max() <= limit < lengths.max()

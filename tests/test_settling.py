@@ -16,7 +16,10 @@ from llmgeom.dynamics.trajectories import Trajectory, sections
 from llmgeom.errors import UserError
 from llmgeom.result import Estimate
 from llmgeom.stats.resampling import Interval, geometric_mean
+from llmgeom.wind_tunnels.checkpoint import snapshot_steps
 from tests.refusals import refused
+
+DOUBLED = (0, 1, 3, 7, 15, 31, 63, 127, 255, 511)
 
 TASK = "bijection:vocab=4,pairs=3"
 
@@ -232,3 +235,66 @@ def test_a_ratio_between_two_snapshots_lies_between_their_steps():
 def test_a_rise_of_the_loss_is_named_and_noise_is_not():
     assert rises((0, 1, 10, 100), (11.0, 10.8, 10.9, 3.0)) == []
     assert rises((0, 1, 10, 100), (11.0, 3.0, 10.9, 3.1)) == [(1, 10)]
+
+
+def test_two_curves_that_only_their_end_stops_decide_nothing():
+    found = verdicts((400, 5000, 20), (5000, 5000, 20), noise=0.01, steps=DOUBLED)
+    assert found["frame over values"].verdict == "open"
+    assert "a curve does not settle before the last two snapshots" in found["frame over values"].why
+    assert found["frame over precision"].verdict in (
+        "ruled out",
+        "opposite",
+    )  # only one of the two is open, on the side that cannot help
+
+
+def test_a_control_that_only_its_end_stops_decides_nothing():
+    """Where frame and values of random-target runs move to the end, their ratio is 1 however long they would go on."""
+    for own in ((15, 120, 120), (120, 15, 15)):
+        found = verdicts(own, (5000, 5000, 20), noise=0.01)
+        assert found["frame over values"].verdict == "open"
+        (lack,) = found["frame over values"].lacks
+        assert lack.startswith("train longer: in 5 of 10 runs a curve does not settle")
+        assert found["frame over precision"].verdict in ("holds", "ruled out")  # its control says something
+
+
+def test_opposite_is_open_because_a_larger_ratio_of_random_targets_would_leave_ruled_out():
+    """The ratio of 4.9 lies above one of 3.4 that is known; where that is a lower bound, it may turn out to be 11."""
+    ratios = {(200, 100, 60): "opposite", (5000, 100, 200): "open", (400, 100, 30): "ruled out"}
+    for null, word in ratios.items():
+        assert verdicts((120, 120, 20), null, noise=0.01)["frame over precision"].verdict == word
+
+
+def test_random_targets_without_an_order_leave_what_1_decides():
+    """Own ratio 1.46; that of random targets lies between .5 and 2, and whichever it is, 1 excludes the claim."""
+    h = verdicts((135, 100, 100), (115, 100, 66), noise=0.01, steps=DOUBLED)["frame over precision"]
+    assert h.verdict == "ruled out" and not h.lacks
+    below = verdicts((35, 100, 62), (120, 100, 65), noise=0.01, steps=DOUBLED)["frame over precision"]
+    assert below.verdict == "open" and below.why.startswith("take more snapshots: ")
+
+
+def falls(steps: tuple[int, ...], at: float, rest: float, power: float) -> np.ndarray:
+    """A curve that is at 5 % at step `at`; `rest` stays for good, and `power` says how sharply it falls."""
+    scale = at / (-math.log((0.05 - rest) / (1 - rest))) ** (1 / power)
+    return rest + (1 - rest) * np.exp(-((np.array(steps) / scale) ** power))
+
+
+def alike(steps: tuple[int, ...], sample: int) -> Estimate:
+    """Frame over precision, .25 in runs that learn and on random targets; their curves have other shapes."""
+    rng, runs = np.random.default_rng(sample), []
+    for corrupt, at, frame, precision in ((0.0, 60, (0.0, 0.5), (0.045, 1.0)), (1.0, 75, (0.0, 1.0), (0.0, 1.0))):
+        for seed in range(5):
+            step, ratio = at * np.exp(0.15 * rng.normal()), 0.25 * np.exp(0.02 * rng.normal())
+            curves = falls(steps, step * ratio**0.5, *frame), falls(steps, step / ratio**0.5, *precision)
+            run = Run(f"{corrupt}-{seed}", steps, (), TASK, {"corrupt": corrupt, "seed": seed})
+            runs.append(Trajectory(run, distances(curves[0], curves[0], curves[1])))
+    return {h.name: h for measured in sections(runs).values() for h in measured.estimates}["frame over precision"]
+
+
+def test_no_word_rests_on_where_a_curve_settles_between_two_snapshots():
+    """With the snapshots of `dynamics --task` equal ratios differ by the shape of the curves: small, in 4 of 12."""
+    steps = tuple(sorted(snapshot_steps(800, 16)))
+    coarse = [alike(steps, sample) for sample in range(12)]
+    assert {h.verdict for h in coarse} == {"open"} and sum(h.adjusted[0] < 0.025 for h in coarse) >= 3
+    assert all(h.why.startswith("take more snapshots: ") for h in coarse)
+    dense = [alike((0, *range(1, 801)), sample) for sample in range(12)]
+    assert sum(h.verdict == "ruled out" for h in dense) >= 10 and sum(h.adjusted[0] < 0.025 for h in dense) <= 1

@@ -1,15 +1,19 @@
 """CKA and RSA of records and of rows: by their definitions, with p from permuted units, and where they mean nothing."""
 
 import math
+from dataclasses import replace
 from itertools import permutations
 
 import numpy as np
 import pytest
 from scipy.spatial.distance import pdist
-from scipy.stats import spearmanr, t
+from scipy.stats import kstest, spearmanr, t
 
 from llmgeom.errors import UserError
 from llmgeom.reports import comparison as compare
+from llmgeom.reports.comparison import permuted
+from llmgeom.result import Quantity
+from llmgeom.stats import tests
 from llmgeom.stats.similarity import cka, rsa
 from tests.compared import two
 from tests.refusals import refused
@@ -94,3 +98,38 @@ def test_cka_needs_rows_that_differ():
         cka(np.eye(3), np.eye(3))
     with refused(UserError, 5):
         cka(np.ones((5, 2)), np.eye(5))
+
+
+@pytest.mark.parametrize(("measure", "similarity"), [("CKA", cka), ("RSA", rsa)])
+def test_p_is_uniform_where_clustered_records_are_unrelated(measure, similarity):
+    """10 units of 4 rows that lie close together in both: to permute rows would call nearly all of these related."""
+    rng, unit = np.random.default_rng(3), np.repeat(np.arange(10), 4)
+    p, of_rows = [], []
+    for _ in range(150):
+        a, b = (rng.normal(size=(10, 2))[unit] + 0.2 * rng.normal(size=(40, 2)) for _ in range(2))
+        p.append(tests.tail_p(similarity(a, b), permuted(measure, a, b, unit.tolist(), 99, int(rng.integers(2**31)))))
+        of_rows.append(tests.tail_p(similarity(a, b), permuted(measure, a, b, range(40), 19, 0)))
+    assert kstest(np.array(p) - rng.random(150) / 100, "uniform").pvalue > 0.01
+    assert kstest(np.array(of_rows) - rng.random(150) / 20, "uniform").pvalue < 1e-6
+
+
+def test_the_fullest_places_that_both_hold_are_compared_whatever_their_width():
+    rng = np.random.default_rng(5)
+    first, other = two(rng)
+
+    def fuller(r, columns):
+        m = r.results["value_manifold"]
+        wide = {"wide": Quantity(("prompt", "axis"), "", ""), "by_layer": Quantity(("layer", "axis"), "", "")}
+        arrays = {**m.arrays, "wide": rng.normal(size=(60, columns)), "by_layer": np.ones((60, 99))}
+        return replace(r, results={"value_manifold": replace(m, quantities={**m.quantities, **wide}, arrays=arrays)})
+
+    (s, _) = compare.compare([fuller(first, 7), fuller(other, 4)]).pairs[0].similarities
+    assert (s["array"], s["components"], s["of"]) == ("wide", (7, 4), "CKA of the first 7 and 4 components")
+    (s, _) = compare.compare([fuller(first, 7), other]).pairs[0].similarities
+    assert (s["array"], s["components"]) == ("scores", (2, 2))
+
+
+def test_unrelated_vectors_have_none_in_the_mean():
+    rng = np.random.default_rng(0)
+    unrelated = [cka(rng.normal(size=(20, 30)), rng.normal(size=(20, 30))) for _ in range(4000)]
+    assert np.mean(unrelated) == pytest.approx(0, abs=0.01)  # the biased form gives 0.6

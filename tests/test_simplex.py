@@ -12,6 +12,7 @@ from llmgeom.probes.evidence.belief import LabelCoordinates, Read, measure_belie
 from llmgeom.probes.evidence.coordinates import HIDDEN, Coordinates, hidden
 from llmgeom.probes.evidence.depths import Ridge
 from llmgeom.prompts import text as in_text
+from llmgeom.stats.shared_line import blocks
 from llmgeom.wind_tunnels import load_world
 from tests.refusals import refused
 
@@ -125,3 +126,26 @@ def test_probabilities_that_do_not_vary_are_refused():
     own = planted(batch, np.zeros((len(batch), 3)))
     with refused(UserError, "show more"):
         measure_simplex(batch, [own, own], 0)
+
+
+@pytest.mark.parametrize(("spec", "still"), [("stays=0.9,0.1,0.5,weights=1,1,0", "3"), ("weights=1,0", "1, 2")])
+def test_a_chain_that_cannot_be_is_left_out_and_named(spec, still):
+    """A chain without prior weight has the probability 0 in every prompt; the others are read as without it."""
+    batch = in_text.sample(load_world(f"hmm-mixture:{spec}", text=True), 60, 0, ks=(4, 8))
+    state, chain = hidden(batch)
+    own = planted(batch, 4 * (state - 0.5), more=2 * (chain[:, :1] - 0.5) * np.ones(WIDTH))
+    found = measure_simplex(batch, [own, *strangers(batch, 2)], 0)
+    assert found["state"].min() > 0.5 and f"chain {still} hardly varies" in found.notes[1]
+    if len(still) > 1:
+        assert "chain" not in found.arrays and f"chain {still} hardly varies" in found.unmeasured[HIDDEN]
+    else:
+        read = Ridge(chain[:, :1] - _mean_at(chain[:, :1], batch.columns["k"]), *_folds(batch)).r2(own.stream[0])
+        assert found["chain"] == pytest.approx([read, read]) and HIDDEN not in found.unmeasured and read > 0.5
+
+
+def _mean_at(values, k):
+    return np.array([values[np.array(k) == number].mean(0) for number in k])
+
+
+def _folds(batch):
+    return np.array(batch.columns["k"]), blocks([np.array(batch.cluster)], 0)[:, 0]

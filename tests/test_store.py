@@ -17,6 +17,7 @@ from llmgeom.cache import shards as store
 from llmgeom.cache.shards import ASIDE, LOCK, Store
 from llmgeom.errors import UserError
 from llmgeom.model import batching, running
+from llmgeom.model.batching import group_batches
 from llmgeom.model.capture import Capture, Site, nbytes
 from llmgeom.model.edits import Edit
 from llmgeom.model.model import Model
@@ -332,3 +333,37 @@ def test_an_edit_is_kept_apart_from_another_and_from_none(model, tmp_path):
     assert not any(same(kept[i], kept[j]) for i in range(4) for j in range(i))
     with refused(UserError, "spec"):
         capture(model, tmp_path, edits=(replace(zero, spec={}),))
+
+
+def test_neighbours_share_a_shard_up_to_its_size_and_a_32nd_of_the_plan():
+    mb = 2**20
+    assert group_batches([]) == ()
+    assert group_batches([3 * mb] * 5) == tuple(range(i, i + 1) for i in range(5)), "few batches: each on its own"
+    many = group_batches([3 * mb] * 1000)
+    assert {len(group) for group in many[:-1]} == {21}, "21 batches of 3 MiB fit in 64"
+    assert {len(group) for group in group_batches([100] * 1000)} == {32, 8}, "a 32nd of 1000, rounded up"
+    assert [len(group) for group in group_batches([70 * mb, mb, mb] * 40)][:4] == [1, 2, 1, 2]
+    for sizes in ([5 * mb] * 77, [mb * i % 90 for i in range(500)]):
+        assert [i for group in group_batches(sizes) for i in group] == list(range(len(sizes)))
+
+
+def test_what_does_not_fit_on_the_disk_is_refused_before_it_begins(model, tmp_path, monkeypatch):
+    needed = nbytes(model.facts, SITES, 1, 23) + sum(
+        nbytes(model.facts, SITES, n, width) for n, width in ((1, 17), (2, 11), (3, 5))
+    )
+    free = [needed - 1]
+    monkeypatch.setattr(store.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, free[0]))
+    monkeypatch.setattr(running, "one_pass", None)
+    with pytest.raises(UserError) as refusal:
+        capture(model, tmp_path)
+    (sentence,) = str(refusal.value).splitlines()
+    assert (
+        f"take about {store.size_text(needed)} and" in sentence
+        and f"has {store.size_text(needed - 1)} free" in sentence
+    )
+    assert "`llmgeom cache rm`" in sentence and "set LLMGEOM_CACHE" in sentence
+    monkeypatch.undo()
+    free[0] = 10**9
+    capture(model, tmp_path)
+    monkeypatch.setattr(store.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 0))
+    capture(model, tmp_path)  # what is there takes no more

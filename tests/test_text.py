@@ -256,3 +256,10 @@ def test_a_mark_that_is_not_one_token_after_its_own_prompt_is_refused(pocket):
 def test_one_process_under_two_spellings_is_read_once():
     config = RunConfig(processes=("markov", "markov:symbols=2", "coin"), ks=(1, 2))
     assert [in_text.title(world) for world in worlds(config)] == ["markov", "coin"]
+
+
+def test_the_exact_entropy_is_that_of_outcomes_and_of_no_gaussian():
+    batch = drawn("dirichlet", 40, 0)
+    p = batch.exact.predictive[:, 0].exp().numpy()
+    nats = batch.exact.entropy[:, 0].numpy()
+    np.testing.assert_allclose(nats, -(p * np.log(p)).sum(1), rtol=1e-12)

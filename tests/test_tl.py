@@ -1,5 +1,6 @@
 """What TransformerLens is made to say is what transformers computed; and where it cannot, it is said aloud."""
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -275,3 +276,53 @@ def test_keys_of_a_model_without_rotary_embedding_are_given(name):
         (projected,) = outputs(model, [projection], ids)
         wanted = projected[..., 64:128] if name == "mpt" else projected
         assert apart(seen["key", 1][seen.prompt == prompt].flatten(1), wanted) < TOLERANCE
+
+
+@pytest.mark.parametrize("case", sorted(AS_CONSUMED), indirect=True)
+def test_rows_are_the_softmax_of_queries_and_keys(case):
+    """GPT-Neo: q.k, local in every second layer. BLOOM: q.k / sqrt(d) + slope j."""
+    slopes = 2.0 ** -torch.arange(1, HEADS + 1)
+    width = case.whole.attention.shape[-1]
+    for prompt in range(len(case.batch)):
+        triples = zip(*(case.rows(s, prompt) for s in (Site.QUERY, Site.KEY, Site.ATTENTION)), strict=True)
+        for layer, (q, k, rows) in enumerate(triples):
+            scores = torch.einsum("ihd,jhd->hij", q, k)
+            j = torch.arange(len(q))
+            distance = j[:, None] - j
+            reach = WINDOW if case.id == "gpt_neo" and layer % 2 else width
+            if case.id != "gpt_neo":
+                scores = scores / 8**0.5 + slopes[:, None, None] * j
+            scores[:, (distance < 0) | (distance >= reach)] = -math.inf
+            expected = torch.nn.functional.pad(scores.softmax(-1).transpose(0, 1), (0, width - len(q)))
+            assert apart(rows, expected) < TOLERANCE
+            assert (rows[expected == 0] == 0).all()
+
+
+def test_the_given_model_is_left_as_it_came(case):
+    given, fresh = case.subject.model, case.model
+    assert list(given.state_dict()) == list(fresh.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(given.parameters(), fresh.parameters(), strict=True))
+    assert given.config._attn_implementation == fresh.config._attn_implementation
+    ids = prompts(case.batch)[0]
+    with torch.no_grad():
+        assert torch.equal(given(ids).logits, fresh(ids).logits)
+
+
+def test_a_twin_is_read_by_the_same_backend(case):
+    control = case.subject.untrained(seed=3)
+    again = case.subject.untrained(seed=3)
+    assert control.forward.backend == "tl" and control.weight_hash == again.weight_hash != case.subject.weight_hash
+    control.check()
+
+
+@torch.no_grad()
+def test_keys_and_queries_of_a_model_without_rotary_embedding_are_given():
+    """MPT adds ALiBi to its scores: what is projected is what attention consumes."""
+    shape = {"d_model": 64, "n_heads": 8, "n_layers": 2, "max_seq_len": 64, "vocab_size": VOCAB}
+    family = Family("mpt", shape, layers="transformer.blocks", attention="attn", projection="Wqkv")
+    model = family.model().double()
+    seen = Model.of(model, name="mpt", backend="tl").capture(ragged(), {Site.KEY, Site.QUERY}, positions="all")
+    for prompt, ids in enumerate(prompts(ragged())):
+        (projected,) = outputs(model, [family.layer(model, 1).get_submodule("attn.Wqkv")], ids)
+        for site, wanted in zip(("query", "key"), projected.split(64, -1), strict=False):
+            assert apart(seen[site, 1][seen.prompt == prompt].flatten(1), wanted) < TOLERANCE

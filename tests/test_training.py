@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -379,3 +380,50 @@ def test_a_broken_training_json_is_told_and_trained_again_where_it_is_removed(tm
         train(SHORT, done.out)
     path.write_text(whole)
     assert train(SHORT, done.out) == done
+
+
+def test_a_state_that_cannot_be_gone_on_from_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer, "CHECK_EVERY", 10)
+    monkeypatch.setattr(trainer, "SAVE_EVERY", 0.0)
+    plain = trainer.Trainer.step
+    monkeypatch.setattr(trainer.Trainer, "step", lambda run, i: plain(run, i) if i < 27 else 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train(SMALL, tmp_path / "a")
+    state = tmp_path / "a/resume.safetensors"
+    whole = state.read_bytes()
+    state.write_bytes(whole.replace(b'\\"device\\": \\"cpu\\"', b'\\"device\\": \\"xpu\\"'))
+    with refused(UserError, "--device xpu"):
+        train(SMALL, tmp_path / "a")
+    state.write_bytes(whole[:100])
+    with refused(UserError, "resume.safetensors"):
+        train(SMALL, tmp_path / "a")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "training.json", "resume.safetensors"])
+def test_a_full_disk_never_leaves_half_a_checkpoint(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(trainer, "CHECK_EVERY", 10)
+    monkeypatch.setattr(trainer, "SAVE_EVERY", 0.0)
+    plain = os.replace
+
+    def full(source, target):
+        if str(target).endswith(name) and "snapshots" not in str(target):
+            raise OSError(28, "No space left on device")
+        return plain(source, target)
+
+    monkeypatch.setattr(os, "replace", full)
+    with refused(UserError, "No space left on device"):
+        train(SMALL, tmp_path / "a")
+    assert not list(tmp_path.rglob("*.tmp*"))
+    monkeypatch.setattr(os, "replace", plain)
+    monkeypatch.setattr(trainer, "SAVE_EVERY", 30.0)
+    train(SMALL, tmp_path / "a")
+    assert files(train(SMALL, tmp_path / "b").out) == files(tmp_path / "a")
+
+
+def test_bf16_is_the_forward_pass_alone():
+    exact = trainer.Trainer(SMALL, wind_tunnels.load_world(SMALL.task), 1e-2, "cpu")
+    narrow = trainer.Trainer(trainer.replace(SMALL, precision="bf16"), wind_tunnels.load_world(SMALL.task), 1e-2, "cpu")
+    one, other = exact.loss(), narrow.loss()
+    assert one != other and one.item() == pytest.approx(other.item(), rel=0.02)
+    narrow.step(0)
+    assert {p.dtype for p in narrow.module.parameters()} == {torch.float32}

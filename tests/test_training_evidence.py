@@ -1,10 +1,16 @@
 """What else a training may teach: exchanged evidence, unbound keys, answers of a trivial predictor."""
 
+import math
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
 from llmgeom import wind_tunnels
 from llmgeom.errors import UserError
+from llmgeom.model.model import Model
+from llmgeom.probes.posterior.grading import grade
 from llmgeom.wind_tunnels.trainer import Trainer, answer_sheet
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
@@ -102,3 +108,19 @@ def test_evidence_is_a_word_and_hard():
 def test_a_sheet_is_of_outcomes(tmp_path):
     with refused(UserError, "--evidence sheet", "regression"):
         train(Training("regression", **TINY, evidence="sheet"), tmp_path, device="cpu")
+
+
+@pytest.mark.slow
+def test_what_is_learnt_is_what_the_bench_says(tmp_path):
+    """A bijection without replacement asks for no key: a bag of values is exact, and nothing else here is."""
+    asked = Training("bijection:vocab=5,pairs=4", arch="gpt2", width=32, layers=1, steps=250, lr="1e-2", snapshots=2)
+    kl, entropies = {}, {}
+    for evidence in ("kept", "exchanged", "unbound", "sheet"):
+        train(replace(asked, evidence=evidence), tmp_path / evidence, device="cpu")
+        made = grade(Model.load(str(tmp_path / evidence)), PAIRS, 200, 0)
+        kl[evidence], entropies[evidence] = made.kl, made.mae_abs
+    assert kl["kept"] < 0.04 and kl["unbound"] < 0.04
+    even = np.mean([math.log2(5 / left) for left in (5, 4, 3, 2)])  # an even answer over all values
+    assert kl["exchanged"] == pytest.approx(even, abs=0.04)
+    assert kl["sheet"] > 1  # entropies are right, and what they are of is not
+    assert entropies["sheet"] < 0.15 < entropies["exchanged"]

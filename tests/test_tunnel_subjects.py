@@ -212,3 +212,13 @@ def test_a_task_whose_file_has_changed_is_another_task(tmp_path):
     with refused(UserError, "--out", f"{spec}, whose file may have changed"):
         train(asked, out)
     assert list(origin.doubts(wind_tunnels.load_world(spec))) == ["the file of the task has changed since the training"]
+
+
+def test_a_scan_of_a_model_without_attention_is_grey_rows_with_the_reason(trained):
+    subject = Model.load(str(trained("hmm:steps=4", "lstm")))
+    record = run_probes(
+        subject, wind_tunnels.load_world("hmm:steps=4").truncated(12, 0, "held-out"), known(), controls=2
+    )
+    other = {"belief_clusters", "belief_readout", "length_generalisation"}
+    assert record.results.keys() <= other
+    assert all("no attention" in why for name, why in record.unmeasured.items() if name not in other)

@@ -240,3 +240,52 @@ def test_what_an_untrained_model_s_own_values_say_of_its_own_entropy_is_a_null_t
         left, taken = (found[name] for found in both)
         assert beyond(left) == "yes" and left.value == taken.value
         assert beyond(taken) != "yes" and taken.null == f"untrained, own entropy ({UNTRAINED} draws)"
+
+
+@pytest.mark.parametrize(("shared", "claimed", "told"), [(0, False, "0 of 80"), (30, True, "30 of 80"), (40, True, "")])
+def test_the_final_token_is_called_fixed_only_where_prompts_share_it(shared, claimed, told):
+    """Values and entropy depend on the final token alone; each is of ten prompts, or of two, which holds nothing."""
+    rng = np.random.default_rng(5)
+    token = np.where(np.arange(N) < shared, np.arange(N) // 10, 10 + np.arange(N) // 2)
+    effect = rng.standard_normal(N)[token]
+    main = capture(values(rng, effect, 1.5))
+    position = torch.from_numpy(10 + np.arange(N) % 2)
+    ids = main.batch.inputs.ids.clone()
+    ids[torch.arange(N), position] = torch.from_numpy(token)
+    lengths = position + 1
+    main = replace(main, position=position, lengths=lengths, batch=replace(main.batch, inputs=Tokens(ids, lengths)))
+    noise = tuple(capture(values(rng, None)) for _ in range(UNTRAINED))
+    result = value_manifold.measure(ProbeInput(main, effect, noise, noise))
+    given = {h.name: h for h in result.estimates}[f"{RHO}, {PARTIAL}"]
+    assert given.value > 0.5 or shared == 40
+    assert bool(given.claim) is claimed
+    assert [note for note in result.notes if note.startswith(PARTIAL)] == [
+        f"{PARTIAL}: {told} rows end in a token of three rows or more; for the others length alone is held fixed"
+    ] * bool(told)
+
+
+def test_rows_of_unusual_length_and_rows_that_coincide_are_named():
+    shown = view(0.0, 9)
+    x = last(shown.capture)
+    x[17], x[3] = 9 * x[17], 6 * x[3]
+    x[40:44] = x[50:54]
+    ids = shown.capture.batch.inputs.ids.clone()
+    ids[17, 11], ids[3, 11] = 7, 5
+    main = with_last(shown.capture, x)
+    main = replace(main, batch=replace(main.batch, inputs=Tokens(ids, main.lengths)))
+    warnings = value_manifold.measure(replace(shown, capture=main)).warnings
+    norms = "value norms at the last layer lie more than 6 robust sd off the median for "
+    assert f"{norms}prompt 17 (token 7), prompt 3 (token 5)" in warnings
+    assert "the dimension leaves out 2 prompts whose values equal those of another prompt" in warnings
+    assert not measured(1.5, 1).warnings
+
+
+def test_too_few_points_leave_the_dimension_out_and_say_so():
+    shown = view(0.0, 9)
+    copies = np.arange(N) % 14 // 2 * 2  # 7 places for 40 units
+    x = last(shown.capture)[copies]
+    result = value_manifold.measure(replace(shown, capture=with_last(shown.capture, x)))
+    assert DIMENSION not in verdicts(result) and "dimension" not in result.arrays
+    assert f"{DIMENSION}: not measured, because an intrinsic dimension needs 10 distinct points, and has 7" in (
+        result.warnings
+    )

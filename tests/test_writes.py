@@ -86,3 +86,11 @@ def test_values_of_layers_whose_heads_differ_are_read_layer_by_layer():
     assert [x.shape[-1] for x in seen.layers(Site.VALUE)] == [8, 16]
     with refused(Unavailable, "value", "layers()"):
         _ = seen.value
+
+
+def test_layers_of_two_kinds_and_one_head_width_are_read():
+    same = {"head_dim": 8, "global_head_dim": 8, "layer_types": TWO}
+    subject = Model.of(made("Gemma4TextConfig", same), name="it")
+    checked = subject.check()
+    assert checked["logits"] == 0 and checked["rows"] < 1e-5
+    assert [key.shape[1:] for key in subject.capture(ragged(), {Site.KEY}).layers(Site.KEY)] == [(2, 8), (2, 8)]

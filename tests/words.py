@@ -1,6 +1,11 @@
 """What a number that is no claim shows against its control; it has no verdict of its own."""
 
+import numpy as np
+
 from llmgeom.result import Estimate
+from llmgeom.stats.controls import Null, excess
+from llmgeom.stats.resampling import Interval
+from llmgeom.stats.verdict import Claim
 
 
 def beyond(h: Estimate) -> str:
@@ -8,3 +13,11 @@ def beyond(h: Estimate) -> str:
     if h.p < 0.025:
         return "yes"
     return "no" if h.p >= 0.05 and h.excess.p_excluded < 0.025 else "open"
+
+
+def prediction_p(value: float, draws, side: str = "upper", scale: str = "identity") -> float:
+    """p by the rule of a value that was measured without error: as one more draw."""
+    exactly = Interval(value, value, 0.95, "")
+    null = Null.of("draws", np.asarray(draws, float), side)
+    rule = Claim(name="x", unit="", side=side, effect=0.0, scale=scale)
+    return excess(rule, value, exactly, null, 40).excess.p
