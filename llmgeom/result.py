@@ -23,7 +23,6 @@ Verdict = Literal["", "holds", "small", "ruled out", "opposite", "open"]
 WORDS = get_args(Verdict)[1:]
 FIGURE = "figure"  # fact: a Plotly figure as JSON, of a probe that drew its own
 # Facts of a result that a report puts into a sentence.
-STRONGEST = "strongest head"
 SENTENCE = "sentence"  # what is the case, in one sentence, before any verdict
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from string import ascii_lowercase
 
 from llmgeom.record import Record
-from llmgeom.reports.findings import counting, strongest, told
+from llmgeom.reports.findings import counting, told
 from llmgeom.reports.table import Row, claims, draws_of, heads, labels, lacking, rows, warnings_of
 from llmgeom.reports.text import (
     columns,
@@ -43,15 +43,14 @@ def digest(records: Sequence[Record], width: int = WIDTH, warned: bool = True) -
         ValueError: a claim's verdict is none of the five words.
     """
     every, most = rows(records), MOST * WIDTH // min(width, WIDTH)
-    top = textwrap.wrap(counting(records, every), width)
+    # What is the case stands before how many claims hold.
+    top = [line for text in (*told(records), counting(records, every)) for line in textwrap.wrap(text, width)]
     deciders = (deciding(row.estimate) for row in every if row.h and (row.claim or not claims(every)))
     names = list(dict.fromkeys(filter(None, deciders)))
     marks = dict(zip(names, [f" {letter}" for letter in ascii_lowercase] if len(names) > 1 else [""], strict=False))
     lead = "judged against" if claims(every) else "control"
     key = "; ".join(f"{mark.strip()}: {name}" if mark else name for name, mark in marks.items())
     below = textwrap.wrap(f"{lead} {key}" if len(names) > 1 else f"{lead}: {key}", width) if key else []
-    for text in told(records) + strongest(records):
-        below += textwrap.wrap(text, width, max_lines=4)
     missing = lacking(records)
     if missing:
         reasons = dict.fromkeys(why for _, why in missing)

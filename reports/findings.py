@@ -22,7 +22,7 @@ from llmgeom.reports.text import (
     value_of,
     visible,
 )
-from llmgeom.result import SENTENCE, STRONGEST, WORDS, Estimate
+from llmgeom.result import SENTENCE, WORDS, Estimate
 from llmgeom.stats.verdict import because
 
 SHOWN = 3  # findings on the first screen
@@ -118,7 +118,7 @@ def findings(every: Sequence[Row], records: Sequence[Record] = (), most: int = S
         others = [f"{other.word} on {other.record}" for other in group if other.word != row.word]
         text = sentence(row, names[row.key], on)
         sentences.append(text + f" Elsewhere: {', '.join(others)}." * bool(others))
-    said = [*strongest(records), *(text for record in records for text in _readable(record))]
+    said = [text for record in records for text in _readable(record)]
     missing = [f"Not measured: {what}, because {why}." for what, why in lacking(records)]
     ordered = told(records) + sentences[: len(pooled)] + said + sentences[len(pooled) :] + missing
     return [visible(text) for text in ordered[:most]]
@@ -189,13 +189,3 @@ def told(records: Sequence[Record]) -> list[str]:
     if len(records) > 2:
         return []
     return [f"On {source.get('name')}: {text}" if len(records) > 1 else text for source, text in every]
-
-
-def strongest(records: Sequence[Record]) -> list[str]:
-    """Which head has the largest effect, by each way to replace one: `llmgeom ablate --what heads`."""
-    ways: dict[str, list[str]] = {}
-    for measured in (measured for record in records for measured in record.results.values()):
-        if STRONGEST in measured.facts:
-            ways.setdefault(measured.facts[STRONGEST], []).append(measured.title.partition(": ")[2])
-    named = (f"{head} when {' or '.join(by)}" for head, by in ways.items())
-    return [f"The head with the largest effect: {'; '.join(named)} (LiHj: layer i, head j, from 0)."] if ways else []

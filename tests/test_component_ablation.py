@@ -34,7 +34,7 @@ from llmgeom.probes.interventions.halves import ESTIMATION, EVALUATION, halves
 from llmgeom.probes.interventions.intervention import Intervention, two_stages
 from llmgeom.prompts import text as in_text
 from llmgeom.record import Record
-from llmgeom.result import STRONGEST
+from llmgeom.result import SENTENCE
 from llmgeom.run import Run
 from llmgeom.stats.ridge_probe import folds
 from llmgeom.wind_tunnels import load_world
@@ -357,7 +357,7 @@ def test_of_one_head_that_is_heard_every_way_finds_it_and_exactly_nothing_else(n
         assert found[LARGEST].value == pytest.approx(kl[layer, head]) and found[LARGEST].n == 7
         assert found[SHARE].null_high < 0.3, "in an untrained model all heads are heard"
         assert any(note.endswith("L1H3, L1H3") for note in measured.notes) and not measured.warnings
-        assert measured.facts == {STRONGEST: "L1H3"}
+    assert record.results["heads_mean"].facts[SENTENCE].startswith("L1H3 has the largest effect of 16 heads")
 
 
 def test_where_nothing_reaches_the_output_there_is_no_share(family):

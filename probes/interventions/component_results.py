@@ -12,7 +12,7 @@ import numpy as np
 from llmgeom.claims import Null, declared, layer_band
 from llmgeom.errors import UserError
 from llmgeom.probes.interventions.intervention import Effects, estimate_against, scale_of_interval
-from llmgeom.result import STRONGEST, Estimate, Figure, Labelled, Result, labelled, line
+from llmgeom.result import SENTENCE, Estimate, Figure, Labelled, Result, labelled, line
 from llmgeom.stats.resampling import jackknife, mean_intervals, student_quantile
 from llmgeom.stats.tests import spearman
 
@@ -284,6 +284,13 @@ def measure_heads(
     def grid(values: np.ndarray, meaning: str) -> Labelled | None:
         return labelled(values.reshape(layers, -1), "layer head", "bits", meaning, Figure("heatmap"))
 
+    effect, copies = metrics[0], [c for c in metrics[0].controls if c.name == UNTRAINED]
+    said = (
+        f"{' or '.join(dict.fromkeys(names))} has the largest effect of {len(kl)} heads (LiHj: layer i, head j, from "
+        f"0): {TITLES[method]}, it changes the next token by {effect.value:.2g} bits of KL "
+        f"[{effect.low:.2g}, {effect.high:.2g}] (n = {effect.n})"
+    )
+    said += "".join(f"; the largest of an untrained copy by {c.low:.2g} to {c.high:.2g}" for c in copies) + "."
     arrays = {
         "kl": grid(mean, "KL(clean || ablated), mean over prompts"),
         "interval": labelled(
@@ -309,7 +316,7 @@ def measure_heads(
         estimates=metrics,
         unmeasured=unmeasured,
         warnings=tuple(warnings),
-        facts={STRONGEST: " or ".join(dict.fromkeys(names))},
+        facts={SENTENCE: said} if method == "mean" else {},
         notes=tuple(notes),
     )
 
@@ -376,6 +383,7 @@ def measure_blocks(
         arrays |= line(
             name, kl[i], "layer", "bits", f"KL(clean || {what} ablated)", interval=("clusters", interval[i]),
             null=null_band([by_branch(control)[i] for control in controls]),
+            beside="attention" if name == "mlp" else "",
         )  # fmt: skip
     if (relative := over_median(kl[2])) is not None:
         copies = null_band([over_median(by_branch(control)[2]) for control in controls])
@@ -396,6 +404,14 @@ def measure_blocks(
         clean = effects["clean_mae"].mean()
         arrays["clean_error"] = labelled(clean, "", "bits", "|H_model - H_exact| of the clean model")
     arrays["edited"] = _edited(effects, "branch layer", 3, layers)
+    facts = {}
+    if share := next((one for one in metrics if one.name == MLP_SHARE), None):
+        of_attention, of_mlp = np.median(kl[:2], axis=1)
+        facts[SENTENCE] = (
+            f"Set to its mean, the MLP of a layer changes the next token by {of_mlp:.2g} bits of KL, attention by "
+            f"{of_attention:.2g} (medians of {layers} layers): the MLPs have {share.value:.2f} of all such effects "
+            f"[{share.low:.2f}, {share.high:.2f}] (n = {share.n})."
+        )
     return Result.of(
         BLOCKS,
         arrays,
@@ -403,6 +419,7 @@ def measure_blocks(
         unmeasured=unmeasured | unjudged,
         estimates=metrics,
         warnings=tuple(warnings),
+        facts=facts,
         notes=tuple(notes),
     )
 
