@@ -282,7 +282,7 @@ def axis() -> list[str]:
         )
     return [
         *prose(
-            f"Without PC1 of the last layer's values (`llmgeom ablate`, record `smollm2_ablate`; 37 prompts) the next "
+            f"Without PC1 of the last layer's values (`llmgeom ablate`, records `smollm2_ablate`, `gemma_ablate`; 37 prompts) the next "
             f"token changes by a KL in bits of {' and '.join(shown)}, no more than by equal random edits."
         ),
     ]
@@ -306,7 +306,7 @@ def weighed() -> list[str]:
 
 def induction() -> list[str]:
     """Heads on repeated random tokens."""
-    lead = "Random tokens, repeated; intervals over 8 sequences (`llmgeom heads`; record `smollm2_heads`):"
+    lead = "Random tokens, repeated; intervals over 8 sequences (`llmgeom heads`; records `smollm2_heads`, `gemma_heads`):"
     return [lead, "", *heads("smollm2"), *heads("gemma"), ""]
 
 
@@ -363,32 +363,34 @@ def believed() -> list[str]:
 
 def regulated() -> list[str]:
     """The entropy axis and the unembedding's near-null space."""
-    body, found = neurons(), metrics("smollm2_neurons")
+    body, every = neurons(), [metrics(f"{model}_neurons") for model in MODELS]
+    parts = [value(found[LEAST + ": by the norm"], ".2f") for found in every]
     return [
         "## Entropy neurons",
         "",
         *prose(
             """Do entropy axes, as the neurons of Stolfo et al. (2024, arXiv 2406.16254), lie where the unembedding
             reads least, and act through the final norm's scale (nothing, with it *frozen*)? `python -m
-            studies.entropy_neurons` (record `smollm2_neurons`): axes of one half of the prompts are projected out on
-            the other; mean size of the change of entropy; beside random directions as long."""
+            studies.entropy_neurons` (records `smollm2_neurons`, `gemma_neurons`): axes of one half of the prompts are
+            projected out on the other; mean size of the change of entropy; beside random directions as long."""
         ),
         *prose(
             said(
-                "**In SmolLM2 entropy is readable where the unembedding reads least**, along the ridge axes; removed "
-                "from the values, such an axis moves entropy less than random directions do. **No part of the norm is "
-                "seen** there: with its scale frozen the change is no smaller, and of the 16 neurons of the largest "
-                f"null share its part is {value(found[LEAST + ': by the norm'], '.2f')}. Not excluded: that all "
+                "**In both models entropy is readable where the unembedding reads least**, along the ridge axis of the "
+                "residual stream; removed from the values, an axis moves entropy less than random directions do. **No "
+                "part of the norm is seen** there: with its scale frozen the change is no smaller, and of the 16 "
+                f"neurons of the largest null share its part is {parts[0]} and {parts[1]}. Not excluded: that all "
                 "directions along which streams vary lie there.",
-                *(found[f"{of}: null share"]["value"] > found[f"{of}: null share"]["control_high"] for of in AXES),
-                *(found[f"{of} ridge: |rho| with entropy"]["low"] > 0 for of in ("value", "residual")),
-                *(apart(found[f"value {of}: free"]) == -1 for of in ("pc1", "ridge")),
-                found["value ridge: frozen"]["high"] > found["value ridge: free"]["low"],
-                found[LEAST + ": by the norm"]["low"] < 0,
+                *(found[f"{of}: null share"]["value"] > found[f"{of}: null share"]["control_high"]
+                  for of in AXES for found in every),
+                *(found["residual ridge: |rho| with entropy"]["low"] > 0 for found in every),
+                *(apart(found[f"value {of}: free"]) == -1 for of in ("pc1", "ridge") for found in every),
+                *(found["value ridge: frozen"]["high"] > found["value ridge: free"]["low"] for found in every),
+                *(found[LEAST + ": by the norm"]["low"] < 0 for found in every),
             )
         ),
         *body,
-    ]
+    ]  # fmt: skip
 
 
 def rescued() -> list[str]:
@@ -443,7 +445,7 @@ def page() -> str:
         "",
         *prose(
             """Paper III (Agarwal et al. 2025, arXiv 2512.23752). 75 mixed and 75 maths prompts: records `smollm2`
-            (float32, 8 draws of each control) and, mixed alone, `gemma_seed0` (bfloat16, 5); 200 prompts of two labels:
+            (float32, 8 draws of each control) and `gemma_seed0` (bfloat16, 5); 200 prompts of two labels:
             `smollm2_evidence`, `gemma_evidence` (bfloat16)."""
         ),
         *four(), *replicated(), *axis(),
