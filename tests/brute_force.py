@@ -125,6 +125,50 @@ def edges(moves: list[Matrix], first: list[float], steps: int) -> list[Drawn]:
     return found
 
 
+def ring(many: int, stay: float) -> Matrix:
+    """The sticky ring, a row at a time."""
+    rows = []
+    for i in range(many):
+        weight = [1 / min(abs(i - j), many - abs(i - j)) if i != j else stay for j in range(many)]
+        rows.append([(1 - stay) * w / sum(weight) + stay * (i == j) for j, w in enumerate(weight)])
+    return rows
+
+
+def mixing(many: int, p: float) -> Matrix:
+    """p on the diagonal, the rest shared evenly."""
+    return [[p if i == j else (1 - p) / (many - 1) for j in range(many)] for i in range(many)]
+
+
+def arriving(move: Matrix, shows: Matrix) -> list[Matrix]:
+    """A state moves, then a symbol shows where it arrived: a matrix for each symbol."""
+    states = range(len(move))
+    return [[[move[i][j] * shows[j][x] for j in states] for i in states] for x in range(len(shows[0]))]
+
+
+def mixture(stays, weights, r: float, steps: int) -> list[Drawn]:
+    """Chain by chain, two states each."""
+    blocks, states = [mixing(2, stay) for stay in stays], range(2 * len(stays))
+    move = [[blocks[i // 2][i % 2][j % 2] if i // 2 == j // 2 else 0 for j in states] for i in states]
+    first = [w / sum(weights) / 2 for w in weights for _ in range(2)]
+    return edges(arriving(move, mixing(2, r) * len(stays)), first, steps)
+
+
+def rrxor(steps: int) -> list[Drawn]:
+    """Before the first bit; after a first bit of 0 or of 1; before an exclusive or of 1 or of 0."""
+    moves = [[[0.0] * 5 for _ in range(5)] for _ in range(2)]
+    moves[0][0][1] = moves[1][0][2] = moves[0][1][4] = moves[1][1][3] = moves[0][2][3] = moves[1][2][4] = 0.5
+    moves[1][3][0] = moves[0][4][0] = 1.0
+    return edges(moves, [1 / 3, 1 / 6, 1 / 6, 1 / 6, 1 / 6], steps)
+
+
+def stated(reliabilities, priors, steps: int) -> list[Drawn]:
+    """Of every pair of stated numbers, in tenths."""
+    found = []
+    for r, p in product(reliabilities, priors):
+        found += given_cause(mixing(2, r / 10), [p / 10, 1 - p / 10], steps, (p + 1, r + 10))
+    return found
+
+
 def regression(x: list[float], y: list[float], at: float, noise: float, scale: float) -> tuple[float, float]:
     """Mean and variance of the value at `at` for one weight: a sum over a fine grid of weights."""
     grid = [scale * (i / 500 - 8) for i in range(8001)]

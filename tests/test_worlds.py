@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
@@ -23,66 +22,17 @@ from llmgeom.wind_tunnels.worlds.keyed_hmm import KeyedHMM
 from llmgeom.wind_tunnels.worlds.recall import Recall
 from llmgeom.wind_tunnels.worlds.recurrence import Recurrence
 from llmgeom.wind_tunnels.worlds.regression import Regression, gaussian_regression
-from llmgeom.world import World, held_out, seeded
+from llmgeom.world import seeded
 from tests import brute_force as brute
 from tests.refusals import refused
 
 
-def ring(many, stay):
-    """The sticky ring, a row at a time."""
-    rows = []
-    for i in range(many):
-        weight = [1 / min(abs(i - j), many - abs(i - j)) if i != j else stay for j in range(many)]
-        rows.append([(1 - stay) * w / sum(weight) + stay * (i == j) for j, w in enumerate(weight)])
-    return rows
-
-
-def fixed_chain(rows, steps):
-    many = len(rows)
-    return brute.edges([[[rows[i][j] * (j == x) for j in range(many)] for i in range(many)] for x in range(many)],
-                       [1 / many] * many, steps)  # fmt: skip
-
-
-def mixture(stays, weights, r, steps):
-    """Chain by chain, two states each: a state moves, then a symbol shows where it arrived."""
-    shows = [[r, 1 - r], [1 - r, r]]
-    blocks = [[[s, 1 - s], [1 - s, s]] for s in stays]
-    size = 2 * len(stays)
-    move = [[blocks[i // 2][i % 2][j % 2] if i // 2 == j // 2 else 0 for j in range(size)] for i in range(size)]
-    moves = [[[move[i][j] * shows[j % 2][x] for j in range(size)] for i in range(size)] for x in range(2)]
-    return brute.edges(moves, [w / sum(weights) / 2 for w in weights for _ in range(2)], steps)
-
-
-def mess3(stay, emit, steps):
-    move = [[stay if i == j else (1 - stay) / 2 for j in range(3)] for i in range(3)]
-    moves = [
-        [[move[i][j] * (emit if x == j else (1 - emit) / 2) for j in range(3)] for i in range(3)] for x in range(3)
-    ]
-    return brute.edges(moves, [1 / 3] * 3, steps)
-
-
-def rrxor(steps):
-    """Before the first bit; after a first bit of 0 or of 1; before an exclusive or of 1 or of 0."""
-    moves = [[[0.0] * 5 for _ in range(5)] for _ in range(2)]
-    moves[0][0][1] = moves[1][0][2] = moves[0][1][4] = moves[1][1][3] = moves[0][2][3] = moves[1][2][4] = 0.5
-    moves[1][3][0] = moves[0][4][0] = 1.0
-    return brute.edges(moves, [1 / 3, 1 / 6, 1 / 6, 1 / 6, 1 / 6], steps)
-
-
 def hidden(steps):
-    """The moves and emissions of `hmm:fixed=true`: a state moves, then a symbol shows where it arrived."""
+    """The moves and emissions of `hmm:fixed=true`."""
     rows = (HMM(fixed=True).hypothesis(1, seeded("any", 0))[0].double() / 100).tolist()
-    moves = [[[rows[i][j] * rows[j][3 + x] for j in range(3)] for i in range(3)] for x in range(3)]
-    step = np.linalg.matrix_power(np.array([row[:3] for row in rows]), 200)
-    return brute.edges(moves, step[0].tolist(), steps)
-
-
-def stated(reliabilities, priors, steps):
-    found = []
-    for r, p in product(reliabilities, priors):
-        shares = [[r / 10, 1 - r / 10], [1 - r / 10, r / 10]]
-        found += brute.given_cause(shares, [p / 10, 1 - p / 10], steps, (p + 1, r + 10))
-    return found
+    move = [row[:3] for row in rows]
+    first = np.linalg.matrix_power(np.array(move), 200)[0].tolist()
+    return brute.edges(brute.arriving(move, [row[3:] for row in rows]), first, steps)
 
 
 # A world, and every sequence that it can draw.
@@ -102,12 +52,16 @@ ENUMERATED = {
     "coin:steps=5,prior=beta:0.5,2": lambda: brute.of_shares([0.5, 2], 5),
     "two-point:steps=5,reliability=0.8": lambda: brute.given_cause([[0.8, 0.2], [0.2, 0.8]], [0.5] * 2, 5, (2,)),
     "dirichlet:steps=4,symbols=3,a=0.7": lambda: brute.of_shares([0.7] * 3, 4),
-    "stated:steps=4,reliabilities=3,9,priors=2,5": lambda: stated((3, 9), (2, 5), 4),
+    "stated:steps=4,reliabilities=3,9,priors=2,5": lambda: brute.stated((3, 9), (2, 5), 4),
     "markov:symbols=3,steps=4,fixed=false,a=0.5": lambda: brute.visible_chains(3, 4, 0.5),
-    "markov:symbols=4,steps=3": lambda: fixed_chain(ring(4, 0.3), 3),
-    "hmm-mixture:steps=4,stays=0.8,0.3,weights=2,1,reliability=0.7": lambda: mixture((0.8, 0.3), (2, 1), 0.7, 4),
-    "edge-hmm:steps=3,stay=0.8": lambda: mess3(0.8, 0.85, 3),
-    "edge-hmm:process=rrxor,steps=5": lambda: rrxor(5),
+    "markov:symbols=4,steps=3": lambda: brute.edges(
+        brute.arriving(brute.ring(4, 0.3), brute.mixing(4, 1.0)), [1 / 4] * 4, 3
+    ),
+    "hmm-mixture:steps=4,stays=0.8,0.3,weights=2,1,reliability=0.7": lambda: brute.mixture((0.8, 0.3), (2, 1), 0.7, 4),
+    "edge-hmm:steps=3,stay=0.8": lambda: brute.edges(
+        brute.arriving(brute.mixing(3, 0.8), brute.mixing(3, 0.85)), [1 / 3] * 3, 3
+    ),
+    "edge-hmm:process=rrxor,steps=5": lambda: brute.rrxor(5),
     "edge-hmm:process=hmm,steps=3": lambda: hidden(3),
 }
 
@@ -359,66 +313,6 @@ def test_states_move_and_emit_as_often_as_the_matrices_say(world):
         assert (error.sum(0).abs() < 4.5 * (p * (1 - p)).sum(0).sqrt()).all()
 
 
-# ---- hypotheses and states that are held out ------------------------------------------------------------------------
-
-
-def splitmix(columns):
-    """The same hash in Python's own integers: Steele, Lea & Flood 2014."""
-    state, whole = 0, (1 << 64) - 1
-    for column in columns:
-        state = (state + column + 0x9E3779B97F4A7C15) & whole
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & whole
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & whole
-        state ^= state >> 31
-    return state
-
-
-def test_the_hash_is_splitmix_and_holds_out_a_tenth_of_what_is_alike():
-    assert splitmix([0]) == 0xE220A8397B1DCDAF  # the generator's first number from seed 0, as published
-    cells = torch.cartesian_prod(torch.arange(-50, 50), torch.arange(200))
-    expected = [(splitmix(cell) >> 1) % 10 == 0 for cell in cells.tolist()]
-    assert held_out(cells).tolist() == expected
-    found = held_out(cells).reshape(100, 200).double()
-    assert found.mean().item() == pytest.approx(0.1, abs=0.01)
-    assert found.mean(0).max() < 0.3 and found.mean(1).max() < 0.2  # no row or column is favoured
-
-
-@pytest.mark.parametrize("name", names())
-def test_splits_share_no_hypothesis(name):
-    world = load_world(name)
-    if world.memorisable:
-        with refused(UserError, name, world.memorisable):
-            world.draw_split(2, seeded("here", 0), "seen")
-        return
-    for split in ("seen", "held-out"):
-        found = world._hypotheses(3000, seeded("here", 0), split)
-        assert len(found) == 3000
-        assert (held_out(world.split_key(found)) == (split == "held-out")).all()
-        assert len(found.flatten(1).unique(dim=0)) > 100
-
-
-def test_the_order_in_which_pairs_are_stored_does_not_make_a_new_hypothesis():
-    for world, size in ((Recall(3, 3, 0, 5, 4), 10 * 24), (Recall(3, 3, 0, 5, 2, distinct=False), 10 * 8)):
-        hypotheses = world.hypothesis(6000, seeded("here", 0))
-        maps = {tuple(sorted(zip(*rows, strict=True))) for rows in hypotheses.tolist()}
-        cells = {tuple(cell) for cell in world.split_key(hypotheses).tolist()}
-        assert len(maps) == len(cells) == round(2**world.log2_hypotheses) == size
-
-
-@dataclass(frozen=True)
-class Scarce(Bijection):
-    """Holds out one in forty, and is believed to hold out a half."""
-
-    _held_out_share = 0.5
-
-
-def test_where_hypotheses_are_few_they_come_twice_and_none_is_of_the_other_split():
-    found = Scarce(8, 3)._hypotheses(500, seeded("here", 0), "held-out")
-    assert len(found) == 500 and held_out(found).all() and len(found.unique(dim=0)) < 300
-    with refused(UserError, "0.00%"):
-        Bijection(2, 2).draw_split(3, seeded("here", 0), "held-out")
-
-
 # ---- batches --------------------------------------------------------------------------------------------------------
 
 
@@ -435,118 +329,6 @@ def test_a_sample_carries_its_exact_answers_and_where_it_came_from(name):
     assert torch.equal(batch.posterior.predictive, world.log_predictive(batch.inputs.data))
     assert batch.source["name"] == name and batch.source["spec"] == dataclasses.asdict(world)
     assert batch.posterior.predictive.dtype == torch.float64
-
-
-# ---- as text --------------------------------------------------------------------------------------------------------
-
-IN_TEXT = [
-    *names(text=True), "markov:symbols=3,a=1", "dirichlet:symbols=4", "bijection:vocab=4,replacement=false",
-    "hmm-mixture:symbols=3", "edge-hmm:process=rrxor",
-]  # fmt: skip
-ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
-
-
-def parsed(prompt):
-    """What a person reads: stated numbers, the marks in the order named, pairs of item and mark, and the question."""
-    stated = []
-    if "of 10 lists" in prompt:
-        numbers, prompt = prompt.removeprefix("/* ").split(" times in 10.", 1)
-        stated = [int(word) for word in numbers.replace(",", "").split() if word.isdigit()]
-        prompt = prompt.removeprefix(" */").strip()
-    if " = " in prompt:
-        *lines, last = (line.removesuffix(" =").split(" = ") for line in prompt.split("; "))
-    elif prompt.startswith("The first is"):
-        *lines, last = (line.removeprefix("The ").removesuffix(" is").split(" is ") for line in prompt.split(". "))
-    else:
-        opening, rest = prompt.split(". ", 1)
-        *lines, last = (
-            line.removesuffix(":").split(": ") for line in (*opening.lower().split(", "), *rest.split(", "))
-        )
-    marks = [mark for item, mark in lines if item in ORDINALS]
-    assert [item for item, _ in lines[: len(marks)]] == list(ORDINALS[: len(marks)])
-    return stated, marks, [tuple(line) for line in lines[len(marks) :]], last[0]
-
-
-def tokens(name, stated, seen, items):
-    """A sequence in the format of the world."""
-    if name in ("bijection", "recall"):
-        keys = {item: i for i, item in enumerate(dict.fromkeys(items))}
-        after = 5 if name == "bijection" else 8
-        pairs = [token for item, mark in zip(items, seen, strict=False) for token in (keys[item], after + mark)]
-        return [*pairs, keys[items[-1]]]
-    opening = {"coin": [2], "two-point": [2], "dirichlet": [3]}
-    return [*(opening.get(name, []) if not stated else [stated[0] + 1, stated[-1] + 10]), *seen]
-
-
-@pytest.mark.parametrize("spec", names(text=True))
-def test_a_prompt_shows_a_sequence_and_has_its_exact_answer(spec):
-    """The words are read back by hand into the tokens of the world, whose answers are those of every sequence."""
-    world = load_world(spec, text=True)
-    batch = text.sample(world, 9, 1, ks=[k for k in (3, 4, 6) if k in world.KS or k == 3])
-    assert set(batch.columns["surface"]) == set(text.SURFACES)
-    for i, prompt in enumerate(batch.text):
-        stated, marks, pairs, asked = parsed(prompt)
-        assert marks == batch.columns["marks"][i].split() and len(pairs) == batch.columns["k"][i]
-        seen = [marks.index(mark) for _, mark in pairs]
-        sequence = torch.tensor([tokens(spec, stated, seen, [item for item, _ in pairs] + [asked])])
-        at_k = world.showing(len(pairs))
-        torch.testing.assert_close(batch.exact.predictive[i], at_k.log_predictive(sequence)[0, -1:], rtol=0, atol=1e-12)
-        for name, log_p in at_k.trivial(sequence).items():
-            torch.testing.assert_close(batch.exact.trivial[name][i], log_p[0, -1:], rtol=0, atol=1e-12)
-        h = bits(entropy(batch.exact.predictive[i, 0])).item()
-        assert batch.columns["exact_entropy"][i] == pytest.approx(h, abs=1e-6)
-
-
-@pytest.mark.parametrize("spec", IN_TEXT)
-def test_what_follows_is_drawn_from_the_exact_answer(spec):
-    """At each k the outcomes drawn less their probabilities sum to nothing, in total and along the probabilities."""
-    world = load_world(spec, text=True)
-    batch = text.sample(world, 1500, 3, ks=(3,))
-    p = batch.exact.predictive[:, 0].exp().numpy()
-    drawn = np.eye(p.shape[1])[batch.target[:, 0].numpy()]
-    for weight in (np.ones_like(p), p):
-        excess, variance = ((drawn - p) * weight).sum(0), (p * (1 - p) * weight**2).sum(0)
-        assert (np.abs(excess) <= 4.5 * np.sqrt(variance) + 1e-9).all()
-    assert (p[np.arange(len(p)), batch.target[:, 0]] > 0).all()
-
-
-@pytest.mark.parametrize("spec", IN_TEXT)
-def test_one_observation_is_changed_into_a_sequence_that_could_come(spec):
-    """The exact answer to the changed sequence has the shift, and in a bijection no value comes twice."""
-    world = load_world(spec, text=True)
-    batch = text.sample(world, 6, 2, ks=(3,))
-    for change in text.changes(world, batch, 0):
-        drawn = text._Drawn.of(world, 6, 2, 3)
-        before = drawn.inputs[change.prompt]
-        after = before.clone()
-        after[drawn.places[change.place]] = change.mark + world.answers.tokens[0]
-        log_p = drawn.world.log_predictive(torch.stack([before, after]))[:, -1]
-        old = before[drawn.places[change.place]].item() - world.answers.tokens[0]
-        odds = log_p[:, change.mark] - log_p[:, old]
-        if log_p.isfinite().all():
-            assert change.shift == pytest.approx(bits((odds[1] - odds[0]).item()))
-        assert change.mark != old and (log_p[0] - log_p[1]).exp().ne(1).any()
-        if world.name == "bijection":
-            of = dict(zip(after[0::2].tolist(), after[1::2].tolist(), strict=False))
-            assert len(set(of.values())) == len(of)
-
-
-def test_conditions_change_one_thing_each():
-    world = load_world("two-point", text=True)
-    of = {name: text.sample(world, 30, 0, ks=(0, 2, 5), condition=name) for name in text.CONDITIONS}
-    seen = {name: [list(map(int, row)) for row in batch.columns["seen"]] for name, batch in of.items()}
-    assert seen["remap"] == seen[""] and of["remap"].text != of[""].text
-    assert all(not {*a.split()} & {*b.split()} for a, b in zip(of["remap"].columns["marks"], of[""].columns["marks"],
-                                                              strict=True))  # fmt: skip
-    assert seen["swap"] == [[1 - x for x in row] for row in seen[""]]
-    assert [sorted(row) for row in seen["permuted"]] == [sorted(row) for row in seen[""]] != seen["permuted"]
-    assert seen["consistent"] == [row[:1] * len(row) for row in seen[""]]
-    assert seen["alternating"] == [[(row[0] + j) % 2 for j in range(len(row))] for row in seen[""]]
-    for name, batch in of.items():
-        assert batch.cluster == of[""].cluster and batch.columns["items"] == of[""].columns["items"]
-        n1, n2 = np.array([[row.count(0), row.count(1)] for row in seen[name]]).T
-        rules = 1 / (1 + 9.0 ** (n2 - n1))
-        np.testing.assert_allclose(batch.exact.predictive[:, 0, 0].exp(), 0.9 * rules + 0.1 * (1 - rules))
 
 
 # ---- specs, files of one's own, refusals ----------------------------------------------------------------------------
@@ -622,7 +404,7 @@ def test_a_file_of_one_s_own_is_a_world_that_its_title_finds_again_and_it_has_te
     batch = world.sample(5, 0)
     torch.testing.assert_close(batch.posterior.predictive.exp(), torch.full((5, 2, 6), 1 / 6, dtype=torch.float64))
     prompts = text.sample(load_world(f"{own}:Die:sides=3", text=True), 6, 0, ks=(4,))
-    assert [len(parsed(prompt)[2]) for prompt in prompts.text] == [4] * 6
+    assert [len(seen) for seen in prompts.columns["seen"]] == [4] * 6
     golden = load_world(f"{own}:Golden:steps=6")
     moves, first = [[[0, 0.5], [0, 0]], [[0.5, 0], [1, 0]]], [2 / 3, 1 / 3]
     ids = golden.sample(300, 0).inputs.ids
@@ -698,24 +480,3 @@ def test_a_world_that_cannot_be_is_refused_in_one_sentence(spec, values):
 def test_what_a_file_of_one_s_own_lacks_is_named(own, rest, values):
     with refused(UserError, *values):
         load_world(f"{own}{rest}")
-
-
-def test_prompts_that_cannot_be():
-    with refused(UserError, "regression", "no form as text", "markov"):
-        load_world("regression", text=True)
-    markov = load_world("markov", text=True)
-    with refused(UserError, "--k 0", "markov", "steps"):
-        text.sample(markov, 3, 0, ks=(0, 2))
-    with refused(UserError, 25, "markov", 24):
-        text.sample(markov, 3, 0, ks=(25,))
-    with refused(UserError, "lists", "list", "code"):
-        text.sample(markov, 3, 0, surfaces=("lists",))
-    with refused(UserError, "--n 0"):
-        text.sample(markov, 0, 0)
-    with refused(UserError, "dirichlet:symbols=9", 2, 8):
-        text.sample(load_world("dirichlet:symbols=9", text=True), 3, 0)
-
-
-def test_real_hypotheses_are_hashed_by_cells_a_quarter_wide():
-    cells = World.split_key(Bijection(), torch.tensor([[-0.26, 0.24], [0.0, 1.0]]))
-    assert cells.tolist() == [[-2, 0], [0, 4]]

@@ -1,29 +1,83 @@
-"""Hidden Markov chains whose matrices precede the observations: drawing, encoding and decoding them."""
+"""Hidden Markov chains whose matrices precede the observations: what hmm and keyed-hmm have in common."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
+from llmgeom.answers import forward_filter
 from llmgeom.sampling import Generator, dirichlet, integers
 from llmgeom.world import World
 
 LEAST = 5  # hundredths: the least probability in a matrix
 
 
-def check_sizes(task: World, states: int, symbols: int, steps: int) -> None:
-    """Raises UserError for matrices that cannot be drawn and for sequences without steps."""
-    task.require(2 <= states <= 10 and 2 <= symbols <= 10, "2 to 10 states and symbols; each has at least .05 of a row")
-    task.require(steps >= 1, "steps of 1 or more")
+@dataclass(frozen=True)
+class HiddenChains(World):
+    """Chains with matrices T_ij = P(next state j | state i) and E_io = P(symbol o | state i), new in every sequence.
 
+    As rows of numbers a sequence is S header rows [2 T_s, 2 E_s, one-hot(s), 0], then a row [0, 0, 0, what is shown]
+    for each step; probabilities are doubled to match the size of the ones.
 
-def matrices(n: int, states: int, symbols: int, generator: Generator) -> Int[Tensor, "n state column"]:
-    """n pairs of transition and emission matrices [T E], rows of Dirichlet(1, ..., 1) in hundredths."""
-    return torch.cat([hundredths(dirichlet((n, states, columns), generator)) for columns in (states, symbols)], -1)
+    Attributes:
+        states: S hidden states of a chain, the first one drawn uniformly.
+        symbols: O symbols.
+        steps: K observations, each a query.
+    """
+
+    states: int = 3
+    symbols: int = 3
+    steps: int = 12
+
+    def __post_init__(self) -> None:
+        self.require(
+            2 <= self.states <= 10 and 2 <= self.symbols <= 10,
+            "2 to 10 states and symbols; each has at least .05 of a row",
+        )
+        self.require(self.steps >= 1, "steps of 1 or more")
+
+    @property
+    def header(self) -> int:
+        return self.states
+
+    @property
+    def length(self) -> int:
+        return self.header + self.steps
+
+    @property
+    def log2_hypotheses(self) -> float:
+        """A row of c entries of at least 5 that sum to 100 is one of C(100 - 5c + c - 1, c - 1)."""
+        rows = (math.comb(99 - (LEAST - 1) * c, c - 1) for c in (self.states, self.symbols))
+        return self.states * sum(map(math.log2, rows))
+
+    def hypothesis(self, n: int, generator: Generator) -> Int[Tensor, "n state column"]:
+        """n pairs of transition and emission matrices [T E], rows of Dirichlet(1, ..., 1) in hundredths."""
+        parts = ((n, self.states, columns) for columns in (self.states, self.symbols))
+        return torch.cat([hundredths(dirichlet(part, generator)) for part in parts], -1)
+
+    def rows(
+        self, hypothesis: Int[Tensor, "n state column"], shown: Float[Tensor, "n step shown"]
+    ) -> Float[Tensor, "n seq feature"]:
+        """The header rows, and a row for each step."""
+        which = torch.eye(self.states, device=hypothesis.device).expand(len(hypothesis), -1, -1)
+        header = torch.cat([hypothesis / 50, which], -1)
+        return torch.cat([pad(header, (0, shown.shape[-1])), pad(shown, (header.shape[-1], 0))], 1)
+
+    def read_rows(self, inputs: Float[Tensor, "n seq feature"]) -> Int[Tensor, "n state column"]:
+        """[T E] in hundredths, read back from the header rows."""
+        return (inputs[:, : self.states, : self.states + self.symbols].double() * 50).round().long()
+
+    def filtered(
+        self, log_move: Float[Tensor, "#*at #move state state"], likelihood: Float[Tensor, "*at step state"]
+    ) -> Float[Tensor, "*at step state"]:
+        """log P(state | observations so far) of chains whose first state is uniform, as `answers.forward_filter`."""
+        even = torch.full_like(likelihood.flatten(0, -2)[0], -math.log(self.states))
+        return forward_filter(even, log_move, likelihood)
 
 
 def hundredths(share: Float[Tensor, "*row column"]) -> Int[Tensor, "*row column"]:
@@ -45,12 +99,6 @@ def hundredths(share: Float[Tensor, "*row column"]) -> Int[Tensor, "*row column"
         taken = spare & (spare.flip(-1).cumsum(-1).flip(-1) <= excess)
         entries, excess = entries - taken.long(), excess - taken.sum(-1, keepdim=True)
     return torch.empty_like(entries).scatter_(-1, place, entries)
-
-
-def log2_matrices(states: int, symbols: int) -> float:
-    """log2 of the number of matrix pairs: a row of c entries of at least 5 that sum to 100 is one of
-    C(100 - 5c + c - 1, c - 1)."""
-    return states * sum(math.log2(math.comb(99 - (LEAST - 1) * c, c - 1)) for c in (states, symbols))
 
 
 def walk(
@@ -77,26 +125,9 @@ def emit(
     return (lots >= bounds.gather(1, states[..., None].expand(-1, -1, bounds.shape[-1]))).sum(-1)
 
 
-def header_rows(hypothesis: Int[Tensor, "n state column"], features: int) -> Float[Tensor, "n state feature"]:
-    """[2 T_s, 2 E_s, one-hot(s), 0]; probabilities are doubled to match the size of the ones."""
-    n, states, columns = hypothesis.shape
-    which = torch.eye(states, device=hypothesis.device).expand(n, -1, -1)
-    return pad(torch.cat([hypothesis / 50, which], -1), (0, features - columns - states))
-
-
-def read_rows(inputs: Float[Tensor, "n seq feature"], states: int, symbols: int) -> Int[Tensor, "n state column"]:
-    """[T E] in hundredths, read back from the header rows."""
-    return (inputs[:, :states, : states + symbols].double() * 50).round().long()
-
-
 def logs(hypothesis: Int[Tensor, "n state column"], symbols: Int[Tensor, "n step"]) -> tuple[Tensor, Tensor, Tensor]:
     """log T, log E, and the log-likelihood of each state at each step [n step state], all float64."""
     states = hypothesis.shape[1]
     log_move, log_emit = (hypothesis.double() / 100).log().split([states, hypothesis.shape[2] - states], -1)
     likelihood = log_emit.mT.gather(1, symbols[..., None].expand(-1, -1, states))
     return log_move, log_emit, likelihood
-
-
-def log_even(states: int, like: Tensor) -> Float[Tensor, " state"]:
-    """The uniform distribution over states, in nats."""
-    return torch.full((states,), -math.log(states), dtype=like.dtype, device=like.device)

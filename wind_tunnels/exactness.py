@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -32,11 +32,16 @@ class Check:
 def check(task: World, n: int = 2000, seed: int = 0) -> tuple[Check, ...]:
     """Every check, on n sequences of the task."""
     sequences = task.draw_split(n, seeded("laws", seed))
-    exact = task.log_predictive(sequences.inputs)
-    checks: list[Callable[[World, Sequences, Tensor, int], Check]] = [
-        _normalised, _entropy, _score, _frequencies, _past, _future, _trivial, _seed, _held_out
-    ]  # fmt: skip
-    return tuple(run(task, sequences, exact, seed) for run in checks)
+    exact, discrete = task.log_predictive(sequences.inputs), isinstance(task.answers, Categorical)
+    return (
+        *_answers(task, sequences, exact, discrete),
+        *_outcomes(sequences, exact, discrete),
+        _past(task, sequences, exact, discrete),
+        _future(task, sequences.inputs[:256]),
+        _trivial(task, sequences, exact, discrete),
+        _seed(task, sequences, seed),
+        _held_out(task, n, seed),
+    )
 
 
 def require_exact(task: World) -> None:
@@ -56,68 +61,65 @@ def require_exact(task: World) -> None:
 # ---- the answer itself -----------------------------------------------------------------------------------------------
 
 
-def _normalised(task: World, sequences: Sequences, exact: Tensor, seed: int) -> Check:
+def _answers(task: World, sequences: Sequences, exact: Tensor, discrete: bool) -> Iterator[Check]:
+    """An answer is a distribution, and tells no less than the uniform one."""
     belief = task.log_belief(sequences.inputs)
-    off = max(_unnormalised(task, exact), 0.0 if belief is None else _sum_off(belief))
-    what = "probabilities sum to one" if _categorical(task) else "means and log variances are finite"
-    return Check(
-        what, off <= ROUNDING, f"off by at most {off:.1e}, on {len(exact)} sequences of {exact.shape[1]} queries"
-    )
-
-
-def _entropy(task: World, sequences: Sequences, exact: Tensor, seed: int) -> Check:
+    off = max(_unnormalised(exact, discrete), 0.0 if belief is None else _unnormalised(belief))
+    what = "probabilities sum to one" if discrete else "means and log variances are finite"
+    seen = f"on {len(exact)} sequences of {exact.shape[1]} queries"
+    yield Check(what, off <= ROUNDING, f"off by at most {off:.1e}, {seen}")
     name = "entropy is between 0 and that of the uniform answer"
-    if not _categorical(task):
-        return Check(name, True, "not checked: the entropy of a real number may be negative")
+    if not discrete:
+        yield Check(name, True, "not checked: the entropy of a real number may be negative")
+        return
     entropy, most = information.bits(information.entropy(exact)), math.log2(exact.shape[-1])
     low, high = entropy.min().item(), entropy.max().item()
-    return Check(name, low >= -ROUNDING and high <= most + ROUNDING, f"{low:z.3f} to {high:.3f} of {most:.3f} bits")
+    yield Check(name, low >= -ROUNDING and high <= most + ROUNDING, f"{low:z.3f} to {high:.3f} of {most:.3f} bits")
 
 
 # ---- the drawn outcomes ----------------------------------------------------------------------------------------------
 
 
-def _score(task: World, sequences: Sequences, exact: Tensor, seed: int) -> Check:
-    """The mean of -log p(target) is the entropy."""
-    name = "the mean loss is the mean entropy"
-    if not _categorical(task):
-        surprise = (_residual(sequences, exact).square() - 1) / 2
-        # A squared normal variable: the tail is sub-gamma with scale 1 for half of it less its mean.
-        excess = _excess(surprise.sum(), torch.tensor(surprise.numel() / 2), 3.0)
-        return _by_simulation(name, excess, _gap(surprise))
-    # This holds for any score, also for -log p with the largest surprises cut off, which bounds the sum.
-    p, score = exact.exp(), -exact.clamp_min(RAREST)
-    entropy = (p * score).sum(-1)
-    surprise = score.gather(-1, sequences.target[..., None])[..., 0] - entropy
-    variance = (p * (score - entropy[..., None]).square()).sum()
-    never = int(exact.gather(-1, sequences.target[..., None]).isneginf().sum())
-    if never:
-        return Check(name, False, f"{never} of {sequences.target.numel()} targets have probability 0")
-    return _by_simulation(name, _excess(surprise.sum(), variance, -RAREST), _gap(surprise))
-
-
-def _frequencies(task: World, sequences: Sequences, exact: Tensor, seed: int) -> Check:
-    """At each query every outcome occurs with its predicted frequency; a standardised residual is N(0, 1)."""
-    name = "each outcome comes as often as it was probable"
-    if not _categorical(task):
+def _outcomes(sequences: Sequences, exact: Tensor, discrete: bool) -> Iterator[Check]:
+    """The mean of -log p(target) is the entropy, and at each query every outcome occurs with its predicted frequency;
+    a standardised residual is N(0, 1)."""
+    never = 0
+    if discrete:
+        # Holds for any score, also for -log p with the largest surprises cut off, which bounds the sum.
+        target, p, score = sequences.target[..., None], exact.exp(), -exact.clamp_min(RAREST)
+        entropy = (p * score).sum(-1)
+        surprise, most = score.gather(-1, target)[..., 0] - entropy, -RAREST
+        variance = (p * (score - entropy[..., None]).square()).sum()
+        never = int(exact.gather(-1, target).isneginf().sum())
+        off = one_hot(sequences.target, exact.shape[-1]) - p
+        each = _excess(off.sum(0), (p * (1 - p)).sum(0), 1.0)
+        frequency = "each outcome comes as often as it was probable"
+        detail = f"off by {off.mean(0).abs().max().item():.3f} at worst"
+    else:
         residual = _residual(sequences, exact)
-        n = torch.tensor(float(len(residual)))
-        excess = torch.cat([_excess(residual.sum(0), n, 0.0), _excess((residual.square() - 1).sum(0), 2 * n, 6.0)])
-        detail = f"mean {residual.mean().item():.4f}, mean square {residual.square().mean().item():.4f}"
-        return _by_simulation("standardised residuals have mean 0 and mean square 1", excess, detail)
-    off = one_hot(sequences.target, exact.shape[-1]) - exact.exp()
-    excess = _excess(off.sum(0), (exact.exp() * (1 - exact.exp())).sum(0), 1.0)
-    return _by_simulation(name, excess, f"off by {off.mean(0).abs().max().item():.3f} at worst")
+        square, n = residual.square(), torch.tensor(float(len(residual)))
+        # A squared normal variable: the tail is sub-gamma with scale 1 for half of it less its mean.
+        surprise, variance, most = (square - 1) / 2, torch.tensor(square.numel() / 2), 3.0
+        each = torch.cat([_excess(residual.sum(0), n, 0.0), _excess((square - 1).sum(0), 2 * n, 6.0)])
+        frequency = "standardised residuals have mean 0 and mean square 1"
+        detail = f"mean {residual.mean().item():.4f}, mean square {square.mean().item():.4f}"
+    name = "the mean loss is the mean entropy"
+    if never:
+        yield Check(name, False, f"{never} of {sequences.target.numel()} targets have probability 0")
+    else:
+        gap = f"loss minus entropy {surprise.mean().item():.5f} nats a query"
+        yield _by_simulation(name, _excess(surprise.sum(), variance, most), gap)
+    yield _by_simulation(frequency, each, detail)
 
 
-def _past(task: World, sequences: Sequences, exact: Tensor, seed: int) -> Check:
+def _past(task: World, sequences: Sequences, exact: Tensor, discrete: bool) -> Check:
     """The target minus the answer is uncorrelated with functions of the inputs before it."""
     name = "nothing shown explains what the answer leaves open"
     few = max(1, min(len(exact), 20_000_000 // (task.length * exact.shape[-1] + 1)))
     sequences, exact = Sequences(sequences.inputs[:few], sequences.target[:few]), exact[:few]
     excess = []
     for seen in _rows_seen(task, sequences.inputs) if task.features else _tokens_seen(task, sequences.inputs):
-        if not _categorical(task):
+        if not discrete:
             off, variance = _residual(sequences, exact) * seen[..., 0], seen[..., 0].square()
         else:
             p = exact.exp()
@@ -158,19 +160,22 @@ def _rows_seen(task: World, inputs: Tensor) -> Iterator[Tensor]:
         sums = (rows[..., first] * earlier).cumsum(1)
         # Clamped, so that no single sequence dominates.
         seen = (rows[:, query, here] * sums[:, query]).clamp(-100, 100)[..., None]
-        yield seen * torch.linspace(-1, 1, len(task.answers.tokens)) if _categorical(task) else seen
+        yield seen * torch.linspace(-1, 1, len(task.answers.tokens)) if task.answers.tokens else seen
 
 
-def _future(task: World, sequences: Sequences, exact: Tensor, seed: int) -> Check:
+def _future(task: World, inputs: Tensor) -> Check:
     """The answer stays the same if everything after the query comes from other sequences."""
-    inputs = sequences.inputs[:256]
-    moved = 0.0
+
+    def answers(inputs: Tensor) -> list[Tensor]:
+        belief = task.log_belief(inputs)
+        return [task.log_predictive(inputs), *task.trivial(inputs).values(), *(() if belief is None else (belief,))]
+
+    moved, before = 0.0, answers(inputs)
     cuts = sorted({task.query[i * (len(task.query) - 1) // 7] + 1 for i in range(8)})
-    answers = _answers(task, inputs)
     for cut in cuts:
         answered = sum(at < cut for at in task.query)
         mixed = torch.cat([inputs[:, :cut], inputs.roll(1, 0)[:, cut:]], 1)
-        for whole, changed in zip(answers, _answers(task, mixed), strict=True):
+        for whole, changed in zip(before, answers(mixed), strict=True):
             a, b = whole[:, :answered], changed[:, :answered]
             moved = max(moved, (a - b).abs().masked_fill(a == b, 0).nan_to_num(nan=math.inf).max().item())
     return Check(
@@ -183,7 +188,7 @@ def _future(task: World, sequences: Sequences, exact: Tensor, seed: int) -> Chec
 # ---- the task ----------------------------------------------------------------------------------------------------
 
 
-def _trivial(task: World, sequences: Sequences, exact: Tensor, seed: int) -> Check:
+def _trivial(task: World, sequences: Sequences, exact: Tensor, discrete: bool) -> Check:
     """Under the exact answer the likelihood ratio of any other predictor has mean 1 at most, so the probability that it
     exceeds 1 / ALARM is at most ALARM (Ville 1939)."""
     name, answers = "no trivial predictor beats the exact answer", task.answers
@@ -193,7 +198,7 @@ def _trivial(task: World, sequences: Sequences, exact: Tensor, seed: int) -> Che
     for label, predictor in trivial.items():
         if predictor.shape != exact.shape:
             return Check(name, False, f"{label!r} has shape {tuple(predictor.shape)}, the answer {tuple(exact.shape)}")
-        if (off := _unnormalised(task, predictor)) > ROUNDING:
+        if (off := _unnormalised(predictor, discrete)) > ROUNDING:
             return Check(name, False, f"{label!r} is not normalised: off by {off:.1e}")
         other = answers.exact(predictor)
         ratio = (loss - answers.loss(other, sequences.target)).sum().item()
@@ -207,24 +212,22 @@ def _trivial(task: World, sequences: Sequences, exact: Tensor, seed: int) -> Che
     return Check(name, True, detail)
 
 
-def _seed(task: World, sequences: Sequences, exact: Tensor, seed: int) -> Check:
-    name = "the seed alone decides what is drawn"
+def _seed(task: World, sequences: Sequences, seed: int) -> Check:
+    name, n = "the seed alone decides what is drawn", len(sequences.inputs)
     with torch.random.fork_rng(devices=[]):
         torch.rand(1)
-        again = task.draw_split(len(exact), seeded("laws", seed))
-    if not (torch.equal(again.inputs, sequences.inputs) and torch.equal(again.target, sequences.target)):
+        drawn = (task.draw_split(n, seeded("laws", seed + step)) for step in (0, 1))
+        again, other = (
+            torch.equal(one.inputs, sequences.inputs) and torch.equal(one.target, sequences.target) for one in drawn
+        )
+    if not again:
         return Check(name, False, f"seed {seed} gave different sequences the second time")
-    other = task.draw_split(len(exact), seeded("laws", seed + 1))
-    same = torch.equal(other.inputs, sequences.inputs) and torch.equal(other.target, sequences.target)
-    return Check(
-        name,
-        not same,
-        f"seed {seed} gives the same bits twice and seed {seed + 1} {'too' if same else 'different ones'}",
-    )
+    which = "too" if other else "different ones"
+    return Check(name, not other, f"seed {seed} gives the same bits twice and seed {seed + 1} {which}")
 
 
-def _held_out(task: World, sequences: Sequences, exact: Tensor, seed: int) -> Check:
-    name, n = "held-out hypotheses are in no training draw", len(exact)
+def _held_out(task: World, n: int, seed: int) -> Check:
+    name = "held-out hypotheses are in no training draw"
     if task.memorisable:
         return Check(name, True, f"not checked: it holds none out, since {task.memorisable}")
     try:
@@ -249,24 +252,11 @@ def _held_out(task: World, sequences: Sequences, exact: Tensor, seed: int) -> Ch
 # ---- the arithmetic -------------------------------------------------------------------------------------------------
 
 
-def _categorical(task: World) -> bool:
-    return isinstance(task.answers, Categorical)
-
-
-def _sum_off(log_p: Tensor) -> float:
-    """The largest deviation of a sum of probabilities from 1; inf if one is NaN."""
-    return (log_p.exp().sum(-1) - 1).abs().nan_to_num(nan=math.inf).max().item()
-
-
-def _unnormalised(task: World, answer: Tensor) -> float:
-    if _categorical(task):
-        return _sum_off(answer)
-    return 0.0 if answer.isfinite().all() else math.inf
-
-
-def _answers(task: World, inputs: Tensor) -> list[Tensor]:
-    belief = task.log_belief(inputs)
-    return [task.log_predictive(inputs), *task.trivial(inputs).values(), *(() if belief is None else (belief,))]
+def _unnormalised(answer: Tensor, discrete: bool = True) -> float:
+    """The largest deviation of a sum of probabilities from 1; inf for a number that is not finite."""
+    if not discrete:
+        return 0.0 if answer.isfinite().all() else math.inf
+    return (answer.exp().sum(-1) - 1).abs().nan_to_num(nan=math.inf).max().item()
 
 
 def _residual(sequences: Sequences, exact: Tensor) -> Tensor:
@@ -282,10 +272,6 @@ def _excess(total: Tensor, variance: Tensor, largest: float) -> Tensor:
     """
     total = total.abs()
     return (total.square() / (2 * (variance + largest * total / 3)).clamp_min(1e-30)).nan_to_num(nan=math.inf)
-
-
-def _gap(surprise: Tensor) -> str:
-    return f"loss minus entropy {surprise.mean().item():.5f} nats a query"
 
 
 def _by_simulation(name: str, excess: Tensor, detail: str) -> Check:

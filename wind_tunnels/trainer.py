@@ -108,7 +108,7 @@ class Trainer:
             **({"capturable": True} if config.graph else {}),
         )
         self.model: Callable[..., Any] = torch.compile(self.module) if config.compile else self.module
-        self.replay: Callable[[], Tensor] | None = None
+        self.recorded: tuple[torch.cuda.CUDAGraph, Tensor] | None = None
 
     def step(self, step: int) -> Tensor:
         """One optimiser step; returns its loss in nats per query, on the device."""
@@ -118,31 +118,25 @@ class Trainer:
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
-        if self.config.graph and step >= 3:  # the first steps allocate the memory that a graph reuses
-            return self._replayed()
-        return self._eager()
+        if not self.config.graph or step < 3:  # the first steps allocate the memory that a graph reuses
+            return self._update()
+        if self.recorded is None:
+            graph = torch.cuda.CUDAGraph()
+            graph.register_generator_state(self.generator)
+            with torch.cuda.graph(graph):
+                loss = self._update()
+            self.recorded = graph, loss
+        graph, loss = self.recorded
+        graph.replay()
+        return loss.clone()
 
-    def _eager(self) -> Tensor:
+    def _update(self) -> Tensor:
         loss = self.loss()
         self.optimizer.zero_grad(set_to_none=not self.config.graph)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.config.clip)
         self.optimizer.step()
         return loss.detach()
-
-    def _replayed(self) -> Tensor:
-        if self.replay is None:
-            graph = torch.cuda.CUDAGraph()
-            graph.register_generator_state(self.generator)
-            with torch.cuda.graph(graph):
-                loss = self._eager()
-
-            def replay() -> Tensor:
-                graph.replay()
-                return loss.clone()
-
-            self.replay = replay
-        return self.replay()
 
     def loss(self) -> Tensor:
         """The mean loss of a fresh batch at the trained queries."""

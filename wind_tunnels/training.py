@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from llmgeom import wind_tunnels
 from llmgeom.answers import Categorical
@@ -121,7 +121,14 @@ def train(config: Training, out: str | os.PathLike, device: str | None = None) -
     began = time.process_time()
     curve = _run_steps(trainer, spec, tried, out)
     with interrupt.deferred():
-        _finish(trainer, spec, out, {"curve": curve, "tried": tried}, began)
+        _snapshot(trainer, spec, config.steps, out)
+        kl = kl_to_exact(trainer.module, task, config.corrupt, config.seed, "train/judged")
+        if not math.isfinite(kl):
+            raise UserError(f"KL(exact || model) is {kl} after {config.steps} steps: lower --lr or raise --warmup")
+        run = {"cpu_seconds_of_the_last_part": round(time.process_time() - began, 1)}
+        facts = {"curve": curve, "tried": tried, "kl_bits": kl, "run": run}
+        save_model(trainer.module, out, {**trainer.facts(spec, config.steps), **facts})
+        (out / RESUME).unlink(missing_ok=True)
     return Trained.of(out, read_facts(out / TRAINING, FINISHED))
 
 
@@ -186,20 +193,12 @@ def _run_steps(trainer: Trainer, spec: str, tried: Mapping[str, Any], out: Path)
     return curve
 
 
-def _finish(trainer: Trainer, spec: str, out: Path, facts: Mapping[str, Any], began: float) -> None:
-    """Write the last snapshot and the finished model, with the KL on sequences not trained on."""
-    config = trainer.config
-    _snapshot(trainer, spec, config.steps, out)
-    kl = kl_to_exact(trainer.module, trainer.task, config.corrupt, config.seed, "train/judged")
-    if not math.isfinite(kl):
-        raise UserError(f"KL(exact || model) is {kl} after {config.steps} steps: lower --lr or raise --warmup")
-    run = {"cpu_seconds_of_the_last_part": round(time.process_time() - began, 1)}
-    save_model(trainer.module, out, {**trainer.facts(spec, config.steps), **facts, "kl_bits": kl, "run": run})
-    (out / RESUME).unlink(missing_ok=True)
-
-
 def _snapshot(trainer: Trainer, spec: str, step: int, out: Path) -> None:
-    save_model(_finite(trainer.module, step, out), out / "snapshots" / f"step{step}", trainer.facts(spec, step))
+    """Raises UserError if a weight is not finite, which the loss of this step does not yet show."""
+    for name, parameter in trainer.module.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise _diverged(f"{name} is not finite after {step} steps", out)
+    save_model(trainer.module, out / "snapshots" / f"step{step}", trainer.facts(spec, step))
 
 
 def _finite_losses(losses: list[Tensor], step: int, out: Path) -> list[float]:
@@ -209,14 +208,6 @@ def _finite_losses(losses: list[Tensor], step: int, out: Path) -> list[float]:
         if not math.isfinite(loss):
             raise _diverged(f"the loss is {loss} at step {step - len(numbers) + i}", out)
     return numbers
-
-
-def _finite(model: nn.Module, step: int, out: Path) -> nn.Module:
-    """The model. Raises UserError if a weight is not finite, which the loss of this step does not yet show."""
-    for name, parameter in model.named_parameters():
-        if not torch.isfinite(parameter).all():
-            raise _diverged(f"{name} is not finite after {step} steps", out)
-    return model
 
 
 def _diverged(what: str, out: Path) -> UserError:

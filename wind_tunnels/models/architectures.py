@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import cache
+from bisect import bisect_right
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -56,7 +56,8 @@ def configured(
         inner: Width of the MLP (transformers, mlp, meanpool, flat) or of the LSTM's state, or states of a state space;
             None for the usual number.
     """
-    known(arch)
+    if arch not in ARCHITECTURES:
+        raise unknown("architecture", arch, ARCHITECTURES)
     inner = usual(arch, width) if inner is None else inner
     sizes = {"vocabulary": vocabulary, "length": length, "width": width, "layers": layers, "heads": heads}
     for name, value in {**sizes, "inner": inner}.items():
@@ -91,12 +92,6 @@ def step(arch: str, heads: int) -> int:
     if arch == "mamba2":
         return heads // math.gcd(heads, EXPAND)
     return 2 * heads if arch in ROTARY else heads if arch == "gpt2" else 1
-
-
-def known(arch: str) -> None:
-    """Raises UserError if no architecture has this name."""
-    if arch not in ARCHITECTURES:
-        raise unknown("architecture", arch, ARCHITECTURES)
 
 
 def _inside(
@@ -144,28 +139,25 @@ def matched(
     Raises:
         UserError: no such shape exists; the message has the nearest one.
     """
-    known(arch)
     fixed = {"vocabulary": vocabulary, "length": length, "features": features, "layers": layers, "heads": heads}
 
     @cache
-    def count(**shape: int) -> int:
-        return counted(configured(arch, **fixed, **shape))
-
-    def last(width: int, low: int, high: int) -> int:
-        """The largest inner width of low .. high with at most as many parameters; low - 1 if none is small enough."""
-        return low - 1 + _last(lambda n: count(width=width, inner=low - 1 + n) <= parameters, high - low + 1)
+    def count(width: int, inner: int | None = None) -> int:
+        config = configured(arch, width=width, inner=inner, **fixed)
+        with torch.device("meta"):  # without allocating them
+            return sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
 
     by = step(arch, heads)
-    below = by * _last(lambda n: count(width=by * n) <= parameters)
+    # Every architecture has a matrix of width times width, so no width that fits is above the root.
+    below = by * bisect_right(range(by, math.isqrt(parameters) + 1, by), parameters, key=count)
     shapes = []
     for width in (below, below + by) if below else (by,):
         plain = usual(arch, width)
         shapes.append({"width": width})
         # Half to twice the usual. An LSTM's count jumps at the usual one, where it needs no output map: two ranges.
-        for low, high in ((plain // 2, plain - 1), (plain + 1, 2 * plain)):
-            low = max(1, low)
-            most = last(width, low, high)
-            shapes += [{"width": width, "inner": i} for i in (most, most + 1) if low <= i <= high]
+        for inner in (range(max(1, plain // 2), plain), range(plain + 1, 2 * plain + 1)):
+            fitting = bisect_right(inner, parameters, key=partial(count, width))
+            shapes += [{"width": width, "inner": i} for i in inner[max(0, fitting - 1) : fitting + 1]]
 
     def off(shape: dict[str, int]) -> float:
         return abs(count(**shape) / parameters - 1)
@@ -174,8 +166,7 @@ def matched(
         plain = usual(arch, shape["width"])
         return abs(shape.get("inner", plain) / plain - 1), off(shape)
 
-    within = [shape for shape in shapes if off(shape) <= TOLERANCE]
-    if within:
+    if within := [shape for shape in shapes if off(shape) <= TOLERANCE]:
         return min(within, key=unusual)
     nearest = min(shapes, key=off)
     spelt = " and ".join(f"{name} {value}" for name, value in nearest.items())
@@ -183,24 +174,6 @@ def matched(
         f"{arch}: no shape of {layers} layers and {heads} heads has {parameters} parameters within {TOLERANCE:.0%}; "
         f"the nearest, {spelt}, has {count(**nearest)}: ask for as many, or for other layers or heads"
     )
-
-
-def counted(config: PreTrainedConfig) -> int:
-    """Number of parameters of a model, without allocating them."""
-    with torch.device("meta"):
-        return sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
-
-
-def _last(holds: Callable[[int], bool], most: int | None = None) -> int:
-    """The largest n in 1 .. most for which `holds`, a monotone condition, is true; 0 if it never is."""
-    high = 1
-    while (most is None or high <= most) and holds(high):
-        high *= 2
-    low, high = high // 2, high if most is None else min(high, most + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
 
 
 # ---- any causal LM on rows of real numbers: a linear map replaces its embedding -------------------------------------

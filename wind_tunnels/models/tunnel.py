@@ -71,7 +71,7 @@ class Mamba2(nn.Module):
 
     def initialise(self) -> None:
         init.copy_(self.A_log, torch.arange(1.0, self.heads + 1).log())
-        init.copy_(self.dt_bias, _inverse_softplus(_steps(self.heads)))
+        init.copy_(self.dt_bias, _step_bias(self.heads))
         init.ones_(self.D)
         _as_linear(self.conv1d, self.out_proj)
 
@@ -110,7 +110,7 @@ class Mamba(nn.Module):
         init.ones_(self.D)
         bound = self.dt_proj.in_features**-0.5
         init.uniform_(self.dt_proj.weight, -bound, bound)
-        init.copy_(self.dt_proj.bias, _inverse_softplus(_steps(self.dt_proj.out_features)))
+        init.copy_(self.dt_proj.bias, _step_bias(self.dt_proj.out_features))
         _as_linear(self.conv1d, self.out_proj)
 
     def forward(self, u: Float[Tensor, "batch seq hidden"]) -> Float[Tensor, "batch seq hidden"]:
@@ -137,12 +137,10 @@ def _causal(conv: nn.Conv1d, x: Float[Tensor, "batch seq channel"]) -> Float[Ten
     return F.silu(conv(x.mT)[..., : x.shape[1]].mT)
 
 
-def _steps(n: int) -> Float[Tensor, " n"]:
-    return torch.exp(torch.empty(n).uniform_(math.log(SLOWEST), math.log(FASTEST)))
-
-
-def _inverse_softplus(x: Tensor) -> Tensor:
-    return x + torch.log(-torch.expm1(-x))
+def _step_bias(n: int) -> Float[Tensor, " n"]:
+    """Numbers whose softplus is log-uniform from SLOWEST to FASTEST."""
+    steps = torch.exp(torch.empty(n).uniform_(math.log(SLOWEST), math.log(FASTEST)))
+    return steps + torch.log(-torch.expm1(-steps))
 
 
 def _as_linear(conv: nn.Conv1d, out: nn.Linear) -> None:

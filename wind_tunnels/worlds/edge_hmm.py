@@ -187,16 +187,15 @@ def _chain(task: EdgeHMM, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def _stationary(moves: Tensor) -> Float[Tensor, "distribution state"]:
     """The distributions that a step leaves as they are, one for each set of states that is never left."""
-    step = moves.sum(0)
-    reached = (step > 0) | torch.eye(len(step), dtype=torch.bool)  # in at most one step, then in 2, 4, ...
-    for _ in range(len(step).bit_length()):
-        reached = reached.double() @ reached.double() > 0
-    both = (reached & reached.T) & (reached <= reached.T).all(1)[:, None]  # states that reach each other and no others
-    closed = both[both.any(1)].unique(dim=0)
-    distributions = []
-    for states in closed:
-        part = step[states][:, states]
-        equations = torch.cat([part.T - torch.eye(len(part), dtype=torch.float64), torch.ones_like(part[:1])])
+    from scipy.sparse.csgraph import connected_components
+
+    step, distributions = moves.sum(0), []
+    count, part = connected_components((step > 0).numpy(), connection="strong")
+    for states in (torch.from_numpy(part == number) for number in range(count)):
+        if (step[states][:, ~states] > 0).any():
+            continue
+        within = step[states][:, states]
+        equations = torch.cat([within.T - torch.eye(len(within), dtype=torch.float64), torch.ones_like(within[:1])])
         right = torch.zeros(len(equations), 1, dtype=torch.float64)
         right[-1] = 1
         pi = torch.zeros(len(step), dtype=torch.float64)

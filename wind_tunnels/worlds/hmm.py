@@ -11,20 +11,19 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
-from llmgeom.answers import forward_filter
 from llmgeom.sampling import Generator, integers, with_another_symbol
-from llmgeom.wind_tunnels import chains
-from llmgeom.world import Categorical, Sequences, World, seeded
+from llmgeom.wind_tunnels.chains import LEAST, HiddenChains, emit, logs, walk
+from llmgeom.world import Categorical, Sequences, seeded
 
 TRANS, EMIT, SEP, OBS, SYMBOL = 96, 97, 98, 99, 100  # tokens 0 .. 95 are probabilities .05 .. 1.00
 
 
 @dataclass(frozen=True)
-class HMM(World):
+class HMM(HiddenChains):
     """Hidden Markov filtering.
 
     T_ij = P(s_t+1 = j | s_t = i) and E_io = P(o_t = o | s_t = i) are new in every sequence: rows of Dirichlet(1, ...),
-    in hundredths and none below .05 (`chains.hundredths`). With ~ for "in proportion to", the belief is
+    in hundredths and none below .05 (`hundredths`). With ~ for "in proportion to", the belief is
     a_1(j) ~ E_j,o_1 / S, then a_t+1(j) ~ E_j,o_t+1 sum_i a_t(i) T_ij; the next observation is o with probability
     sum_ij a_t(i) T_ij E_jo (Paper I's HMM task, as its production code formats it). There the target is a_t itself,
     here the drawn outcome; rows and the next observation are ours.
@@ -33,27 +32,20 @@ class HMM(World):
     one is .004 bits of KL from exact (uniform: .148); of the state it is .141 bits (uniform: .375).
 
     Attributes:
-        states: S hidden states, the first one drawn uniformly.
-        symbols: O symbols.
-        steps: K observations, each a query.
-        encoding: rows: S header rows [2 T_s, 2 E_s, one-hot(s), 0] for the rows of T and E, then a row
-            [0, 0, 0, one-hot(o_t)] for each observation. tokens (the papers' format): [TRANS] T row by row, [EMIT] E
-            row by row, [SEP], then [OBS] o_t for each observation; the states are tokens after the symbols.
+        encoding: rows: as in `HiddenChains`, one-hot(o_t) is shown. tokens (the papers' format): [TRANS] T row by row,
+            [EMIT] E row by row, [SEP], then [OBS] o_t for each observation; the states are tokens after the symbols.
         predict: state: s_t at o_t, the state the sequence was in. observation: o_t+1 at o_t.
         fixed: One pair of matrices for all sequences, and no header.
         horizon: The training loss covers the first `horizon` observations; 0: all.
     """
 
-    states: int = 3
-    symbols: int = 3
-    steps: int = 12
     encoding: str = "rows"
     predict: str = "state"
     fixed: bool = False
     horizon: int = 0
 
     def __post_init__(self) -> None:
-        chains.check_sizes(self, self.states, self.symbols, self.steps)
+        super().__post_init__()
         self.require(self.encoding in ("rows", "tokens"), "encoding rows or tokens")
         self.require(self.predict in ("state", "observation"), "predict state or observation")
         self.require(0 <= self.horizon <= self.steps, f"horizon of 0 to the {self.steps} steps")
@@ -68,7 +60,6 @@ class HMM(World):
 
     @property
     def header(self) -> int:
-        """Positions before the observations."""
         if self.fixed:
             return 0
         return self.states if self.encoding == "rows" else self.states * (self.states + self.symbols) + 3
@@ -91,47 +82,41 @@ class HMM(World):
 
     @property
     def query(self) -> tuple[int, ...]:
-        if self.encoding == "rows":
-            return tuple(range(self.header, self.length))
-        return tuple(range(self.header + 1, self.length, 2))
+        every = range(self.header, self.length)
+        return tuple(every if self.encoding == "rows" else every[1::2])
 
     @property
     def answers(self) -> Categorical:
-        if self.encoding == "rows":
-            return Categorical(tuple(range(self.outcomes)))
-        first = SYMBOL + (self.symbols if self.predict == "state" else 0)
+        first = 0 if self.encoding == "rows" else SYMBOL + (self.symbols if self.predict == "state" else 0)
         return Categorical(tuple(range(first, first + self.outcomes)))
 
     @property
     def log2_hypotheses(self) -> float:
-        return 0.0 if self.fixed else chains.log2_matrices(self.states, self.symbols)
+        return 0.0 if self.fixed else super().log2_hypotheses
 
     def hypothesis(self, n: int, generator: Generator) -> Tensor:
         """[T E] in hundredths, [n state state+symbol]."""
         if self.fixed:
             return _fixed(self.states, self.symbols, generator.device).expand(n, -1, -1)
-        return chains.matrices(n, self.states, self.symbols, generator)
+        return super().hypothesis(n, generator)
 
     def draw(self, hypothesis: Tensor, generator: Generator, training: bool = False) -> Sequences:
         # One step more than the inputs show: the last query may concern the next observation.
         lots = integers(100, generator, len(hypothesis), 1, self.steps)
         first = integers(self.states, generator, len(hypothesis), 1, 1)
-        states = chains.walk(hypothesis[..., : self.states], lots, first)[:, 0]
-        symbols = chains.emit(hypothesis, states, generator)
+        states = walk(hypothesis[..., : self.states], lots, first)[:, 0]
+        symbols = emit(hypothesis, states, generator)
         target = states[:, :-1] if self.predict == "state" else symbols[:, 1:]
         return Sequences(self._inputs(hypothesis, symbols[:, :-1]), target)
 
     def _inputs(self, hypothesis: Tensor, symbols: Tensor) -> Tensor:
         if self.encoding == "rows":
             shown = one_hot(symbols, self.symbols).float()
-            if self.fixed:
-                return shown
-            blank = self.features - self.symbols
-            return torch.cat([chains.header_rows(hypothesis, self.features), pad(shown, (blank, 0))], 1)
+            return shown if self.fixed else self.rows(hypothesis, shown)
         pairs = pad((symbols + SYMBOL)[..., None], (1, 0), value=OBS).flatten(1)
         if self.fixed:
             return pairs
-        parts = (hypothesis - chains.LEAST).split([self.states, self.symbols], -1)
+        parts = (hypothesis - LEAST).split([self.states, self.symbols], -1)
         move, emission = (part.flatten(1) for part in parts)
         header = pad(move, (1, 0), value=TRANS), pad(emission, (1, 0), value=EMIT), torch.full_like(move[:, :1], SEP)
         return torch.cat([*header, pairs], 1)
@@ -144,13 +129,13 @@ class HMM(World):
         if self.fixed:
             return _fixed(s, o, inputs.device).expand(len(inputs), -1, -1), symbols
         if self.encoding == "rows":
-            return chains.read_rows(inputs, s, o), symbols
+            return self.read_rows(inputs), symbols
         moves, emissions = inputs[:, 1 : 1 + s * s], inputs[:, 2 + s * s : 2 + s * s + s * o]
-        return torch.cat([moves.unflatten(1, (s, s)), emissions.unflatten(1, (s, o))], -1) + chains.LEAST, symbols
+        return torch.cat([moves.unflatten(1, (s, s)), emissions.unflatten(1, (s, o))], -1) + LEAST, symbols
 
     def log_belief(self, inputs: Tensor) -> Float[Tensor, "sequence step state"]:
-        log_move, _, likelihood = chains.logs(*self._read(inputs))
-        return forward_filter(chains.log_even(self.states, likelihood), log_move[:, None], likelihood)
+        log_move, _, likelihood = logs(*self._read(inputs))
+        return self.filtered(log_move[:, None], likelihood)
 
     def log_predictive(self, inputs: Tensor) -> Tensor:
         belief = self.log_belief(inputs)
@@ -158,7 +143,7 @@ class HMM(World):
 
     def _next(self, inputs: Tensor, belief: Tensor) -> Tensor:
         """log P(o_t+1) under a belief about s_t."""
-        log_move, log_emit, _ = chains.logs(*self._read(inputs))
+        log_move, log_emit, _ = logs(*self._read(inputs))
         ahead = (belief[..., None] + log_move[:, None]).logsumexp(-2)
         return (ahead[..., None] + log_emit[:, None]).logsumexp(-2)
 
@@ -173,7 +158,7 @@ class HMM(World):
         """memoryless: the belief from only the last observation, ~ E_j,o_t. bag of values: from all so far in any
         order, as if the state never moved, ~ prod_u E_j,o_u. Both predict the next observation from their belief as the
         exact answer does."""
-        likelihood = chains.logs(*self._read(inputs))[2]
+        likelihood = logs(*self._read(inputs))[2]
         beliefs = {"memoryless": likelihood.log_softmax(-1), "bag of values": likelihood.cumsum(1).log_softmax(-1)}
         if self.predict == "state":
             return beliefs
@@ -185,4 +170,4 @@ def _fixed(states: int, symbols: int, device: torch.device) -> Tensor:
     """The one pair of matrices of `fixed`. Drawn on the CPU: the same on every device."""
     # Seed 6: with three states and symbols, neither the last observation alone nor a constant nearly answers either
     # question. With seed 0 the prediction of the next observation would not depend on the observations.
-    return chains.matrices(1, states, symbols, seeded("hmm/fixed", 6)).to(device)
+    return HMM(states, symbols).hypothesis(1, seeded("hmm/fixed", 6)).to(device)

@@ -10,48 +10,32 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
-from llmgeom.answers import forward_filter
 from llmgeom.sampling import Generator, integers, same_earlier, with_another_symbol
-from llmgeom.wind_tunnels.chains import (
-    check_sizes,
-    emit,
-    header_rows,
-    log2_matrices,
-    log_even,
-    logs,
-    matrices,
-    read_rows,
-    walk,
-)
-from llmgeom.world import Sequences, World
+from llmgeom.wind_tunnels.chains import HiddenChains, emit, logs, walk
+from llmgeom.world import Sequences
 
 
 @dataclass(frozen=True)
-class KeyedHMM(World):
+class KeyedHMM(HiddenChains):
     """Several hidden chains, told apart by keys.
 
-    Rows as in `hmm`: S header rows [2 T_s, 2 E_s, one-hot(s), 0, 0], then a row [0, 0, 0, one-hot(o_t), one-hot(k_t)]
-    for each step. Chain k_t emits o_t from its state, then moves; the others stay. The query at a step is the state
-    that emitted, which is never shown, so one row may contain key and observation.
+    Rows as in `HiddenChains`; each step shows one-hot(o_t) and one-hot(k_t). Chain k_t emits o_t from its state, then
+    moves; the others stay. The query at a step is the state that emitted, which is never shown, so one row may contain
+    key and observation.
 
     With a_c the belief about chain c's next emitting state, at first uniform, the answer is p(j) ~ a_k(j) E_j,o with
     k = k_t and o = o_t. Then a_k(j) becomes sum_i p(i) T_ij, and every other a_c stays (derived here: given the keys
     the chains are independent, each a hidden Markov chain in its own time).
 
     Attributes:
-        states: S hidden states of each chain, the first one drawn uniformly.
-        symbols: O symbols.
         steps: K observations, of all chains together.
         chains: C chains with the same matrices; the key of a step is drawn uniformly.
     """
 
-    states: int = 3
-    symbols: int = 3
-    steps: int = 12
     chains: int = 2
 
     def __post_init__(self) -> None:
-        check_sizes(self, self.states, self.symbols, self.steps)
+        super().__post_init__()
         self.require(self.chains >= 1, "chains of 1 or more")
 
     @property
@@ -62,22 +46,6 @@ class KeyedHMM(World):
     def features(self) -> int:
         return 2 * (self.states + self.symbols) + self.chains
 
-    @property
-    def header(self) -> int:
-        return self.states
-
-    @property
-    def length(self) -> int:
-        return self.states + self.steps
-
-    @property
-    def log2_hypotheses(self) -> float:
-        return log2_matrices(self.states, self.symbols)
-
-    def hypothesis(self, n: int, generator: Generator) -> Tensor:
-        """[T E] in hundredths, [n state state+symbol]."""
-        return matrices(n, self.states, self.symbols, generator)
-
     def draw(self, hypothesis: Tensor, generator: Generator, training: bool = False) -> Sequences:
         n = len(hypothesis)
         keys = integers(self.chains, generator, n, self.steps)
@@ -87,14 +55,13 @@ class KeyedHMM(World):
         states = paths.flatten(1).gather(1, keys * self.steps + moves_before)
         symbols = emit(hypothesis, states, generator)
         shown = torch.cat([one_hot(symbols, self.symbols), one_hot(keys, self.chains)], -1).float()
-        blank = self.features - shown.shape[-1]
-        return Sequences(torch.cat([header_rows(hypothesis, self.features), pad(shown, (blank, 0))], 1), states)
+        return Sequences(self.rows(hypothesis, shown), states)
 
     def _read(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[T E] in hundredths, the observations and the keys, read back from the inputs."""
         shown = inputs[:, self.states :, -self.symbols - self.chains :]
         symbols, keys = (part.argmax(-1) for part in shown.split([self.symbols, self.chains], -1))
-        return read_rows(inputs, self.states, self.symbols), symbols, keys
+        return self.read_rows(inputs), symbols, keys
 
     def log_belief(self, inputs: Tensor) -> Float[Tensor, "sequence step state"]:
         """The belief about the chain that emits, at each step."""
@@ -105,7 +72,7 @@ class KeyedHMM(World):
         turn = one_hot(keys, self.chains).mT.bool()
         stay = torch.eye(self.states, dtype=likelihood.dtype, device=likelihood.device).log()
         moves = torch.where(turn[..., None, None], log_move[:, None, None], stay)
-        beliefs = forward_filter(log_even(self.states, likelihood), moves, likelihood[:, None] * turn[..., None])
+        beliefs = self.filtered(moves, likelihood[:, None] * turn[..., None])
         return beliefs.gather(1, keys[:, None, :, None].expand(-1, -1, -1, self.states))[:, 0]
 
     def log_predictive(self, inputs: Tensor) -> Tensor:
@@ -132,5 +99,4 @@ class KeyedHMM(World):
         """memoryless: the belief from only the last observation. one chain: ignores the keys, as if one chain had
         emitted everything (transport without binding)."""
         log_move, _, likelihood = logs(*self._read(inputs)[:2])
-        one_chain = forward_filter(log_even(self.states, likelihood), log_move[:, None], likelihood)
-        return {"memoryless": likelihood.log_softmax(-1), "one chain": one_chain}
+        return {"memoryless": likelihood.log_softmax(-1), "one chain": self.filtered(log_move[:, None], likelihood)}

@@ -135,13 +135,8 @@ def gaussian_regression(x: Tensor, y: Tensor, noise: float, scale: float) -> Ten
         x: Points [... t dim].
         y: Values [... t], or one fewer; each value enters from the next t on.
         noise: Standard deviation of the noise.
-        scale: Standard deviation of the weights' prior.
-
-    Raises:
-        ValueError: `noise` or `scale` is not positive.
+        scale: Standard deviation of the weights' prior, above 0, as the noise.
     """
-    if noise <= 0 or scale <= 0:
-        raise ValueError(f"noise {noise}, scale {scale}: both must be positive")
     x, y = x.double(), y.double()
     # Divided by the noise, so that one sum gives S^-1 and S^-1 m: [... t dim dim + 1].
     earlier, values = x[..., :-1, :] / noise, y[..., : x.shape[-2] - 1, None] / noise
