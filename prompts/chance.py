@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from random import Random
 from typing import TypeVar
 
@@ -23,13 +23,3 @@ def shuffled(rng: Random, items: Sequence[T]) -> list[T]:
 def sha256(name: str) -> bytes:
     """The hash that decides, without a seed, which names are held out: those with the smallest."""
     return hashlib.sha256(name.encode()).digest()
-
-
-def weighted(rng: Random, weights: Collection[float]) -> int:
-    """A random place in `weights`, with probability its share of their sum, which must be above 0."""
-    lot = rng.random() * sum(weights)
-    for place, weight in enumerate(weights):
-        lot -= weight
-        if lot < 0:
-            return place
-    return max(place for place, weight in enumerate(weights) if weight > 0)  # rounding

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from itertools import islice
 from random import Random
 from typing import Any
@@ -14,8 +14,8 @@ from llmgeom import columns
 from llmgeom.batch import Batch, Text
 from llmgeom.errors import UserError
 from llmgeom.optional import silence
+from llmgeom.prompts.domains import Distinct
 from llmgeom.prompts.files import LONGEST
-from llmgeom.prompts.overlap import Distinct
 
 PREFIX = "hf:"
 WORDS = (8, 48)
@@ -33,7 +33,12 @@ def read(spec: str, n: int, seed: int = 0, *, offline: bool = False) -> Batch:
     "text" by default, else the only column of strings. Raises UserError: no network, no such data set, or a missing
     config or column; the message has the remedy.
     """
-    name, config, column = _parse(spec)
+    parts = spec.removeprefix(PREFIX).split(":")
+    if not parts[0] or len(parts) > 3:
+        raise UserError(
+            f"{spec}: expected {PREFIX}NAME[:CONFIG[:COLUMN]], e.g. {PREFIX}ag_news or {PREFIX}wikitext:raw"
+        )
+    name, config, column = (part or None for part in (*parts, "", "")[:3])
     rows, facts = _open(spec, name, config, seed, offline)
     rng, distinct = Random(f"llmgeom/documents/{seed}"), Distinct()
     texts, clusters, taken = [], [], []
@@ -64,16 +69,6 @@ def read(spec: str, n: int, seed: int = 0, *, offline: bool = False) -> Batch:
     return Batch(Text(tuple(texts)), tuple(clusters), source, columns=usual | further)
 
 
-def _parse(spec: str) -> tuple[str, str | None, str | None]:
-    parts = spec.removeprefix(PREFIX).split(":")
-    if not parts[0] or len(parts) > 3:
-        raise UserError(
-            f"{spec}: expected {PREFIX}NAME[:CONFIG[:COLUMN]], e.g. {PREFIX}ag_news or {PREFIX}wikitext:raw"
-        )
-    name, config, column = (*parts, "", "")[:3]
-    return name, config or None, column or None
-
-
 def _open(spec: str, name: str, config: str | None, seed: int, offline: bool) -> tuple[Iterator[dict], dict[str, Any]]:
     import datasets
 
@@ -82,13 +77,17 @@ def _open(spec: str, name: str, config: str | None, seed: int, offline: bool) ->
     local = os.path.isdir(name)
     silent = offline or local or not hub.answers(name)
     # Otherwise datasets retries for half a minute; it has its own copy of the switch.
-    with silence() if silent else nullcontext(), _offline(datasets.config, silent):
+    settings: Any = datasets.config
+    before, settings.HF_HUB_OFFLINE = settings.HF_HUB_OFFLINE, settings.HF_HUB_OFFLINE or silent
+    with silence() if silent else nullcontext():
         try:
             builder = datasets.load_dataset_builder(name, config)
             streaming = local or not silent
             found = datasets.load_dataset(name, config, streaming=streaming)
         except Exception as error:
             raise _explained(spec, error) from error
+        finally:
+            settings.HF_HUB_OFFLINE = before
     split = next((s for s in _SPLITS if s in found), next(iter(found)))
     facts = {"config": builder.config.name, "split": split, "version": str(builder.hash or builder.info.version)}
     rows = found[split]
@@ -102,15 +101,6 @@ def _told(spec: str, rows: Iterator[dict]) -> Iterator[dict]:
         yield from rows
     except Exception as error:
         raise _explained(spec, error) from error
-
-
-@contextmanager
-def _offline(settings: Any, silent: bool) -> Iterator[None]:
-    before, settings.HF_HUB_OFFLINE = settings.HF_HUB_OFFLINE, settings.HF_HUB_OFFLINE or silent
-    try:
-        yield
-    finally:
-        settings.HF_HUB_OFFLINE = before
 
 
 def _column(spec: str, row: dict) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 from itertools import cycle
 from random import Random
@@ -9,12 +11,11 @@ from random import Random
 from llmgeom.batch import Batch, Text
 from llmgeom.errors import UserError, unknown
 from llmgeom.prompts.chance import shuffled
-from llmgeom.prompts.grammar import Template, cuts, fill, templates
-from llmgeom.prompts.lexicon import DATA
-from llmgeom.prompts.overlap import Distinct
+from llmgeom.prompts.grammar import DATA, Template, cuts, fill, templates
 
 MIXED = "mixed"
 PER_TEMPLATE = 5
+MOST = 0.6  # of trigrams
 _TRIES = 60
 
 
@@ -63,14 +64,28 @@ class Domain:
                 f"{n} prompts of {self.name!r} were asked for, its pool has {self.size()}; ask for at most that"
             )
         rng = Random(f"llmgeom/{self.name}/{seed}")
-        turns = [_Turns(shuffled(rng, templates(member))) for member in shuffled(rng, members(self.name))]
-        distinct = Distinct()
+        turns = [deque(shuffled(rng, templates(member))) for member in shuffled(rng, members(self.name))]
+        distinct, marks = Distinct(), dict[str, cycle]()
         drawn: list[tuple[str, Template]] = []
+
+        def add_one_of(queue: deque[Template]) -> None:
+            """A prompt of the first template that gives one; it goes last, and those before it have no more."""
+            while queue:
+                template = queue.popleft()
+                if template.id not in marks:
+                    marks[template.id] = cycle(shuffled(rng, range(cuts(template))))
+                for _ in range(_TRIES):
+                    prompt = fill(template, rng, next(marks[template.id]))
+                    if distinct.add(prompt):
+                        queue.append(template)
+                        drawn.append((prompt, template))
+                        return
+
         while len(drawn) < n:
             for turn in turns:
-                if len(drawn) < n and (prompt := turn.next(rng, distinct)):
-                    drawn.append(prompt)
-            turns = [turn for turn in turns if turn.queue]
+                if len(drawn) < n:
+                    add_one_of(turn)
+            turns = [turn for turn in turns if turn]
             if not turns:
                 raise UserError(f"{self.name!r} gave {len(drawn)} of {n} prompts with seed {seed}; ask for fewer")
         return Batch(
@@ -91,21 +106,25 @@ class Domain:
         )
 
 
-class _Turns:
-    """The templates of one domain, which take turns; an exhausted template leaves the queue."""
+class Distinct:
+    """Prompts of which no two share more than MOST of the word trigrams of the prompt with fewer.
 
-    def __init__(self, queue: list[Template]) -> None:
-        self.queue = queue
-        self.marks: dict[str, cycle] = {}
+    A trigram is a run of three words, without case; a word is a run of letters, digits or underscores. A shorter text
+    is one run.
+    """
 
-    def next(self, rng: Random, distinct: Distinct) -> tuple[str, Template] | None:
-        while self.queue:
-            template = self.queue.pop(0)
-            if template.id not in self.marks:
-                self.marks[template.id] = cycle(shuffled(rng, range(cuts(template))))
-            for _ in range(_TRIES):
-                prompt = fill(template, rng).prompt(next(self.marks[template.id]))
-                if distinct.add(prompt):
-                    self.queue.append(template)
-                    return prompt, template
-        return None
+    def __init__(self) -> None:
+        self._sizes: list[int] = []
+        self._holders: dict[tuple[str, ...], list[int]] = defaultdict(list)
+
+    def add(self, text: str) -> bool:
+        """Admit `text` and return True, or return False if it overlaps with an admitted one."""
+        words = re.findall(r"\w+", text.lower())
+        added = {tuple(words[i : i + 3]) for i in range(max(1, len(words) - 2))}
+        shared = Counter(i for trigram in added for i in self._holders.get(trigram, ()))
+        if any(n > MOST * min(len(added), self._sizes[i]) for i, n in shared.items()):
+            return False
+        for trigram in added:
+            self._holders[trigram].append(len(self._sizes))
+        self._sizes.append(len(added))
+        return True

@@ -142,7 +142,11 @@ def _batch(rows: Sequence[dict[str, Any]], name: str, path: str, unit: str, clus
             repeated.append((first[text], number))
         first.setdefault(text, number)
     if repeated:
-        raise _duplicates(repeated, name, unit)
+        pairs = [f"{earlier} and {later}" for earlier, later in repeated]
+        if len(pairs) == 1:
+            raise UserError(f"{name}, {unit}s {pairs[0]} are the same prompt: remove one of them")
+        shown = "; ".join(pairs[:_PAIRS]) + f" and {len(pairs) - _PAIRS} more" * (len(pairs) > _PAIRS)
+        raise UserError(f"{name}: {len(pairs)} prompts repeat an earlier one ({unit}s {shown}): remove them")
     usual = {
         "domain": tuple(row.get("domain") or "" for row in rows),
         "template": tuple(row.get("template") or f"{unit}-{number}" for number, row in enumerate(rows, start=1)),
@@ -162,16 +166,6 @@ def _batch(rows: Sequence[dict[str, Any]], name: str, path: str, unit: str, clus
         raise unknown("column of --cluster", cluster, found)
     source = source | {"cluster": cluster}
     return replace(batch, cluster=tuple(map(str, batch.column(cluster))), source=source)
-
-
-def _duplicates(repeated: Sequence[tuple[int, int]], name: str, unit: str) -> UserError:
-    """The error for repeated prompts, with their number and the places of the first."""
-    first, *others = (f"{earlier} and {later}" for earlier, later in repeated)
-    if not others:
-        return UserError(f"{name}, {unit}s {first} are the same prompt: remove one of them")
-    more = f" and {len(repeated) - _PAIRS} more" if len(repeated) > _PAIRS else ""
-    pairs = f"{unit}s {'; '.join([first, *others][:_PAIRS])}{more}"
-    return UserError(f"{name}: {len(repeated)} prompts repeat an earlier one ({pairs}): remove them")
 
 
 def _csv(whole: str, name: str) -> list[dict[str, Any]]:
@@ -252,11 +246,6 @@ def decoded(blob: bytes, name: str) -> str:
         ) from None
 
 
-def is_utf8(text: str) -> bool:
-    """Whether a text can be saved: it holds no lone surrogate."""
-    return not any("\ud800" <= c <= "\udfff" for c in text)
-
-
 def _object(line: str, where: str) -> dict[str, Any]:
     """One line of JSONL."""
     if not line.strip():
@@ -285,7 +274,7 @@ def _check(row: dict[str, Any], where: str) -> None:
             raise UserError(f'{where} has a "{key}" of type {type(row[key]).__name__}: expected a string')
     for key, cell in row.items():
         # A lone surrogate is valid JSON but not text: it can be neither tokenized nor saved.
-        if not all(is_utf8(part) for part in (key, cell) if isinstance(part, str)):
+        if any("\ud800" <= c <= "\udfff" for part in (key, cell) if isinstance(part, str) for c in part):
             raise UserError(f'{where} has a lone surrogate in "{key}": write the character itself or remove it')
     if not row.get("template", "one").strip():
         raise UserError(

@@ -15,16 +15,18 @@ and }} are braces.
 from __future__ import annotations
 
 import functools
+import math
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from types import CodeType
 from typing import Any
 
 from llmgeom.prompts.chance import pick
-from llmgeom.prompts.lexicon import DATA, lexicon
-from llmgeom.prompts.numerals import KNOWN
 
+DATA = Path(__file__).parent / "data"
+_LEXICON = re.compile(r"([a-z_]+)(?: \(([\w, ]+)\))?:(.*)", re.DOTALL)
 MARK = " | "
 _SLOT = re.compile(r"\{\{|\}\}|\{([^{}]+)\}")
 _WORD = re.compile(r"(an? )?([a-z_]+)(\d*)(?:\.(\w+))?", re.IGNORECASE)
@@ -42,23 +44,6 @@ class Template:
     text: str
     tags: tuple[str, ...] = ()
     rules: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Filled:
-    """A template with its slots filled; `pieces` are the parts between cut marks."""
-
-    template: Template
-    pieces: tuple[str, ...]
-
-    @property
-    def text(self) -> str:
-        """The whole text, on which a model is trained."""
-        return " ".join(self.pieces)
-
-    def prompt(self, cut: int) -> str:
-        """The text up to mark `cut` (0 is the first), without the space before the next word."""
-        return " ".join(self.pieces[: cut + 1])
 
 
 def cuts(template: Template) -> int:
@@ -87,8 +72,12 @@ def parse(source: str, domain: str) -> tuple[Template, ...]:
     return tuple(parsed.values())
 
 
-def fill(template: Template, rng: Random) -> Filled:
-    """The template with every slot filled, from the lexicon or by its rules. Raises ValueError for impossible rules."""
+def fill(template: Template, rng: Random, cut: int | None = None) -> str:
+    """The template with every slot filled, from the lexicon or by its rules: the whole text, on which a model is
+    trained, or up to mark `cut` (0 is the first), without the space before the next word.
+
+    Raises ValueError for impossible rules.
+    """
     values = _values(template, rng)
     chosen: dict[tuple[str, str], tuple[str, ...]] = {}
 
@@ -112,31 +101,114 @@ def fill(template: Template, rng: Random) -> Filled:
             word = f"{'an' if _VOWEL.match(word) else 'a'} {word}"
         return word[0].upper() + word[1:] if match[1][0].isupper() or column[0].isupper() else word
 
-    return Filled(template, tuple(_SLOT.sub(slot, template.text).split(MARK)))
+    pieces = _SLOT.sub(slot, template.text).split(MARK)
+    return " ".join(pieces if cut is None else pieces[: cut + 1])
 
 
 def _values(template: Template, rng: Random) -> dict[str, Any]:
     """The variables of the rules; drawn again from the first rule until every condition holds."""
     for _ in range(_TRIES):
         values: dict[str, Any] = {}
-        if all(_apply(rule, values, rng) for rule in template.rules):
+        for rule in template.rules:
+            name, equals, right = rule.partition(" = ")
+            if not equals:
+                if not eval(_compiled(rule), {"__builtins__": {}, **KNOWN}, values):
+                    break
+            elif span := re.fullmatch(r"(-?\d+)\.\.(-?\d+)", right):
+                values[name] = pick(rng, range(int(span[1]), int(span[2]) + 1))
+            elif re.fullmatch(r"-?\d+(, -?\d+)+", right):
+                values[name] = int(pick(rng, right.split(", ")))
+            else:
+                values[name] = eval(_compiled(right), {"__builtins__": {}, **KNOWN}, values)
+        else:
             return values
     raise ValueError(f"{template.id}: no values in {_TRIES} draws meet the rules {template.rules}")
-
-
-def _apply(rule: str, values: dict[str, Any], rng: Random) -> bool:
-    name, equals, right = rule.partition(" = ")
-    if not equals:
-        return bool(eval(_compiled(rule), {"__builtins__": {}, **KNOWN}, values))
-    if span := re.fullmatch(r"(-?\d+)\.\.(-?\d+)", right):
-        values[name] = pick(rng, range(int(span[1]), int(span[2]) + 1))
-    elif re.fullmatch(r"-?\d+(, -?\d+)+", right):
-        values[name] = int(pick(rng, right.split(", ")))
-    else:
-        values[name] = eval(_compiled(right), {"__builtins__": {}, **KNOWN}, values)
-    return True
 
 
 @functools.cache
 def _compiled(expression: str) -> CodeType:
     return compile(expression.strip(), "<template>", "eval")
+
+
+# ---- the words of slots ---------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def lexicon() -> dict[str, tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]]:
+    """name -> (columns, entries), from words.lexicon: `name (column, ...): entry; entry / second column; ...`."""
+    source = (DATA / "words.lexicon").read_text(encoding="utf-8")
+    kept = "\n".join(line for line in source.split("\n") if not line.startswith("#"))
+    tables = {}
+    for block in re.split(r"\n(?=\S)", kept.strip()):
+        match = _LEXICON.fullmatch(block)
+        if match is None:
+            raise ValueError(f"words.lexicon: expected 'name: entry; entry', got {block!r}")
+        columns = tuple(name.strip() for name in (match[2] or "name").split(","))
+        rows = [tuple(" ".join(cell.split()) for cell in row.split("/")) for row in match[3].split(";") if row.strip()]
+        wrong = [row for row in rows if len(row) != len(columns) or not all(row)]
+        if wrong or len(set(rows)) < len(rows):
+            raise ValueError(f"words.lexicon: {match[1]} has a repeated entry, or one without {columns}: {wrong}")
+        tables[match[1]] = (columns, tuple(rows))
+    return tables
+
+
+# ---- the functions of rules: numbers as text ------------------------------------------------------------------------
+
+_SMALL = (
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"),
+    *("ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
+)
+_TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+
+
+def word(n: int) -> str:
+    """The cardinal in words, 0 to 999: word(42) is 'forty-two'."""
+    if not 0 <= n <= 999:
+        raise ValueError(f"word({n}): expected 0 to 999")
+    if n < 20:
+        return _SMALL[n]
+    if n < 100:
+        return _TENS[n // 10 - 2] + (f"-{_SMALL[n % 10]}" if n % 10 else "")
+    return f"{_SMALL[n // 100]} hundred" + (f" and {word(n % 100)}" if n % 100 else "")
+
+
+def ordinal(n: int) -> str:
+    """The ordinal in figures: ordinal(22) is '22nd'."""
+    suffix = "th" if n % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(n % 10, "th")
+    return f"{n}{suffix}"
+
+
+def commas(n: int) -> str:
+    """Thousands separated by commas: commas(12000) is '12,000'."""
+    return f"{n:,}"
+
+
+def cents(n: int) -> str:
+    """A hundredth of n with two decimals: cents(1250) is '12.50'."""
+    return f"{n // 100}.{n % 100:02d}"
+
+
+def tenths(n: int) -> str:
+    """A tenth of n with one decimal: tenths(35) is '3.5'."""
+    return f"{n // 10}.{n % 10}"
+
+
+def frac(a: int, b: int) -> str:
+    """a / b in lowest terms: frac(6, 8) is '3/4', frac(6, 3) is '2'."""
+    shared = math.gcd(a, b)
+    return str(a // shared) if b == shared else f"{a // shared}/{b // shared}"
+
+
+def binary(n: int) -> str:
+    """The binary digits: binary(6) is '110'."""
+    return f"{n:b}"
+
+
+def least_factor(n: int) -> int:
+    """The least divisor of n >= 2 above 1; n itself exactly when n is prime."""
+    return next((d for d in range(2, math.isqrt(n) + 1) if n % d == 0), n)
+
+
+_OWN = (word, ordinal, commas, cents, tenths, frac, binary, least_factor)
+_BUILT_IN = (abs, max, min, str, math.gcd, math.lcm, math.comb, math.factorial, math.isqrt)
+KNOWN = {function.__name__: function for function in (*_OWN, *_BUILT_IN)}

@@ -20,7 +20,7 @@ from enum import StrEnum
 from itertools import combinations
 
 from llmgeom.prompts.chance import sha256
-from llmgeom.prompts.lexicon import lexicon
+from llmgeom.prompts.grammar import lexicon
 
 _WORDS = """
 bap bav bom boz buv dax fik fim fof gek gep gox gug jaz jed jep jik jip jiv jod juk kad kap kek kem kez kog koz kub
@@ -111,21 +111,15 @@ def pairs(part: Part) -> tuple[tuple[str, str], ...]:
 
 @functools.cache
 def carriers(part: Part) -> tuple[str, ...]:
-    """The nouns of a part: the half with the least sha256 is held out."""
-    every = _nouns()
-    out = frozenset(sorted(every, key=sha256)[: len(every) // 2])
-    return tuple(word for word in every if (word in out) == (part is Part.HELD_OUT))
-
-
-@functools.cache
-def _nouns() -> tuple[str, ...]:
-    """Single words of the lexicon that name one thing."""
-    found: set[str] = set()
+    """The nouns of a part, single words of the lexicon that name one thing: the half with the least sha256 is held
+    out."""
+    nouns: set[str] = set()
     for name in _TABLES.split():
         columns, rows = lexicon()[name]
         at = columns.index("one") if "one" in columns else 0
-        found |= {row[at] for row in rows if re.fullmatch("[a-z]{3,10}", row[at])}
-    return tuple(sorted(found))
+        nouns |= {row[at] for row in rows if re.fullmatch("[a-z]{3,10}", row[at])}
+    out = frozenset(sorted(nouns, key=sha256)[: len(nouns) // 2])
+    return tuple(word for word in sorted(nouns) if (word in out) == (part is Part.HELD_OUT))
 
 
 def leads(name: str, part: Part) -> tuple[str, ...]:

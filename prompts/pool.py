@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -97,57 +96,34 @@ def as_diverse(
     place = {text: i for i, text in enumerate(pool.text)}
     chosen = [place[text] for text in stratify(pool, entropy, n, seed=seed).text]
     fifth = {row: rows.tolist() for rows in _fifths(entropy, rng, 5) for row in rows.tolist()}
-    tally = _Tally(ids, read, pool.cluster)
-    for i in chosen:
-        tally.count(i, 1)
-    start, distance = tally.diversity, tally.distance(wanted)
+    # How often each token, each token that is read and each template occurs among the chosen.
+    of_prompt = [(set(a), set(b), {c}) for a, b, c in zip(ids, read, pool.cluster, strict=True)]
+    counts: tuple[Counter, Counter, Counter] = (Counter(), Counter(), Counter())
+
+    def replaced(old: int | None, new: int) -> float:
+        """The distance from `wanted` with one prompt in place of another, or added."""
+        for i, step in ((old, -1), (new, 1)):
+            for counter, values in zip(counts, of_prompt[i] if i is not None else ((), (), ()), strict=True):
+                for value in values:
+                    counter[value] += step
+                    if not counter[value]:
+                        del counter[value]
+        return sum(abs(len(have) - want) / max(want, 1) for have, want in zip(counts, wanted, strict=True))
+
+    distance = [replaced(None, i) for i in chosen][-1]
+    start = [len(counter) for counter in counts]
     for at, draw in zip(rng.integers(n, size=5000).tolist(), rng.random(5000).tolist(), strict=True):
         old = chosen[at]
         new = fifth[old][int(draw * len(fifth[old]))]
-        full = tally.templates[pool.cluster[new]] >= PER_CLUSTER and pool.cluster[new] != pool.cluster[old]
+        full = counts[2][pool.cluster[new]] >= PER_CLUSTER and pool.cluster[new] != pool.cluster[old]
         if full or new in chosen:
             continue
-        tally.exchange(old, new)
-        if tally.distance(wanted) <= distance:
-            chosen[at], distance = new, tally.distance(wanted)
+        if (now := replaced(old, new)) <= distance:
+            chosen[at], distance = new, now
         else:
-            tally.exchange(new, old)
-    counts = {"wanted": list(wanted), "start": list(start), "reached": list(tally.diversity)}
-    return replace(pool.take(sorted(chosen)), source={**pool.source, "as_diverse": {"n": n, **counts, "seed": seed}})
-
-
-class _Tally:
-    """How often each token, each token that is read and each template occurs in some prompts of a pool."""
-
-    def __init__(self, ids: Sequence[Sequence[int]], read: Sequence[Sequence[int]], clusters: Sequence[str]) -> None:
-        self.of_prompt: list[tuple[set[Any], ...]] = [
-            (set(a), set(b), {c}) for a, b, c in zip(ids, read, clusters, strict=True)
-        ]
-        self.counts: tuple[Counter, Counter, Counter] = (Counter(), Counter(), Counter())
-        self.templates = self.counts[2]
-
-    def count(self, i: int, step: int) -> None:
-        """Add prompt i (step 1), or remove it (step -1)."""
-        for counter, values in zip(self.counts, self.of_prompt[i], strict=True):
-            for value in values:
-                counter[value] += step
-                if not counter[value]:
-                    del counter[value]
-
-    def exchange(self, old: int, new: int) -> None:
-        """Replace one prompt by another."""
-        self.count(old, -1)
-        self.count(new, 1)
-
-    @property
-    def diversity(self) -> tuple[int, int, int]:
-        """`diversity` of the prompts."""
-        tokens, tokens_read, templates = map(len, self.counts)
-        return tokens, tokens_read, templates
-
-    def distance(self, wanted: tuple[int, int, int]) -> float:
-        """sum_i |diversity_i - wanted_i| / wanted_i."""
-        return sum(abs(have - want) / max(want, 1) for have, want in zip(self.diversity, wanted, strict=True))
+            replaced(new, old)
+    said = {"wanted": list(wanted), "start": start, "reached": [len(counter) for counter in counts]}
+    return replace(pool.take(sorted(chosen)), source={**pool.source, "as_diverse": {"n": n, **said, "seed": seed}})
 
 
 def _first(rows: Iterable[int], n: int, pool: Batch, used: Counter[str]) -> list[int]:

@@ -1,12 +1,25 @@
-"""Surfaces: ways to write the same evidence as a list, sentences or code; an answer always follows a space."""
+"""How evidence is written: surfaces (a list, sentences or code; an answer always follows a space), and marks, neutral
+words that are one token of a tokenizer after a space, in sets that share no word."""
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from llmgeom import prompts
+from llmgeom.errors import UserError
+from llmgeom.model.tokenizing import token_ids
+from llmgeom.prompts import nonce
+from llmgeom.prompts.chance import sha256
+from llmgeom.prompts.nonce import Part
 
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
+LETTERS = "BCDEFGHJKLMNOPQRSTUVWXYZ"  # without A and I, which are words
+LEAST_SETS, MOST_SETS = 5, 40  # an interval needs at least five clusters
 
 
 @dataclass(frozen=True)
@@ -50,3 +63,87 @@ SURFACES = {
 _LINKS = "|".join(sorted({re.escape(surface.link) for surface in SURFACES.values()}))
 # The end of a list: its last item, and its mark if one follows.
 QUESTION = re.compile(rf"\S+(?:{_LINKS})(?: \S+)?$")
+
+
+# ---- marks ----------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def neutral() -> tuple[str, ...]:
+    """Syllables that are words of none of the ten most used languages and no part of an insult, in the order of sha256.
+
+    The list and its sources: `data/labels.list`, made by studies/neutral_labels.py.
+    """
+    lines = files(prompts).joinpath("data/labels.list").read_text(encoding="utf-8").splitlines()
+    return tuple(sorted((line for line in lines if not line.startswith("#")), key=sha256))
+
+
+@functools.lru_cache(maxsize=32)  # in a chat template it takes longer than all else of a sample
+def single_tokens(tokenizer: Any, words: tuple[str, ...]) -> dict[str, int]:
+    """Word -> token id, for the words that are one and the same token after every surface's question.
+
+    A word w counts if the tokens of `question + " " + w` are those of `question` and one more. " w" encoded alone may
+    differ: some tokenizers add a space before a text.
+    """
+    ids: dict[str, set[int]] = {word: set() for word in words}
+    for surface in SURFACES.values():
+        question = surface.prompt("", ("B", "C"), ("stone",), ())
+        before, *after = token_ids(tokenizer, [question, *(f"{question} {word}" for word in words)])
+        for word, whole in zip(words, after, strict=True):
+            ids[word].add(whole[-1] if len(whole) == len(before) + 1 and whole[:-1] == before else -1)
+    single = {word: ids[word].pop() for word in words if len(ids[word]) == 1}
+    return {word: token for word, token in single.items() if token >= 0}
+
+
+def answer_tokens(tokenizer: Any, prompts: Sequence[str], marks: Sequence[Sequence[str]]) -> list[list[int]]:
+    """[prompt mark] the token of each mark as the next word of its own prompt.
+
+    Raises UserError: In some prompt a mark is not exactly one token.
+    """
+    texts = [f"{prompt} {mark}" for prompt, row in zip(prompts, marks, strict=True) for mark in row]
+    encoded, before = iter(token_ids(tokenizer, texts)), token_ids(tokenizer, prompts)
+    tokens: list[list[int]] = []
+    for ids, row in zip(before, marks, strict=True):
+        tokens.append([])
+        for mark in row:
+            whole = next(encoded)
+            if len(whole) != len(ids) + 1 or whole[:-1] != ids:
+                raise UserError(f"{mark!r} is not one token after {tokenizer.decode(ids[-8:])!r}; choose other labels")
+            tokens[-1].append(whole[-1])
+    return tokens
+
+
+def mark_sets(tokenizer: Any, size: int) -> tuple[tuple[str, ...], ...]:
+    """Disjoint sets of `size` marks, at most MOST_SETS, the same for the same tokenizer.
+
+    The words are syllables of `neutral`, then capital letters where these are too few for LEAST_SETS. No two sets share
+    a word, so that a model's bias for a word affects one cluster only. Without a tokenizer, or with that of a pocket
+    model, the words are those of the pocket models; two that such a model saw together in training are never in one
+    set. Raises UserError: the tokenizer gives fewer than 5 sets.
+    """
+    words = [*nonce.LABELS]
+    # In a pocket model's tokenizer other words of one token are pieces of words, which were never marks in training: 10
+    # of 26 sets of four contained one.
+    if tokenizer is not None and len(single_tokens(tokenizer, tuple(words))) < len(words):
+        words = list(single_tokens(tokenizer, neutral()))
+        if len(words) < LEAST_SETS * size:
+            words += [*single_tokens(tokenizer, tuple(LETTERS))]
+    together = frozenset(nonce.pairs(Part.TRAINED))
+    left = words
+    sets: list[tuple[str, ...]] = []
+    while len(left) >= size and len(sets) < MOST_SETS:
+        chosen: list[str] = []
+        for word in left:
+            if len(chosen) < size and not any(tuple(sorted((word, other))) in together for other in chosen):
+                chosen.append(word)
+        if len(chosen) < size:
+            left = left[1:]  # the first word has too few partners left
+        else:
+            sets.append(tuple(chosen))
+            left = [word for word in left if word not in chosen]
+    if len(sets) < LEAST_SETS:
+        raise UserError(
+            f"this tokenizer has {len(words)} neutral words of one token, enough for {len(sets)} sets of {size} "
+            f"labels; {LEAST_SETS} are needed: use a process with fewer labels, or a model with a larger vocabulary"
+        )
+    return tuple(sets)

@@ -26,9 +26,8 @@ from llmgeom.errors import UserError, unknown
 from llmgeom.flags import changed_fields
 from llmgeom.prompts import nonce
 from llmgeom.prompts.chance import shuffled
-from llmgeom.prompts.marks import LEAST_SETS, answer_tokens, mark_sets
 from llmgeom.prompts.nonce import Part
-from llmgeom.prompts.surfaces import ORDINALS, SURFACES
+from llmgeom.prompts.surfaces import LEAST_SETS, ORDINALS, SURFACES, answer_tokens, mark_sets
 from llmgeom.sampling import Lots
 from llmgeom.stats.information import bits, entropy
 from llmgeom.world import World

@@ -35,7 +35,7 @@ def texts(domains: Collection[str], seed: int, exclude: Collection[str] = frozen
 def _stream(kept: list, rng: Random) -> Iterator[str]:
     while True:
         for template in shuffled(rng, kept):
-            yield fill(template, rng).text
+            yield fill(template, rng)
 
 
 def _decade(name: str) -> list[str]:

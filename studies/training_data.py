@@ -213,7 +213,7 @@ def examination(fillings: int, seed: int, exclude: Collection[str] = ()) -> list
         unseen = corpus.held_out(domain)
         for template in templates(domain):
             rng = Random(f"llmgeom/examination/{template.id}/{seed}")
-            drawn = dict.fromkeys(fill(template, rng).text for _ in range(10 * fillings))
+            drawn = dict.fromkeys(fill(template, rng) for _ in range(10 * fillings))
             fresh = [text for text in drawn if text not in exclude][:fillings]
             known = {"set": SETS[template.id not in unseen], "domain": domain, "template": template.id}
             rows += [{**known, "text": text} for text in fresh]

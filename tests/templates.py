@@ -9,8 +9,8 @@ FILES = [name for name in known() if name != "mixed"]
 EVERY = [template for name in FILES for template in templates(name)]
 
 
-def fillings(template, n=8):
-    return [fill(template, Random(f"test/{seed}")) for seed in range(n)]
+def fillings(template, n=8, cut=None):
+    return [fill(template, Random(f"test/{seed}"), cut) for seed in range(n)]
 
 
 def trigram_counts(text):

@@ -17,7 +17,7 @@ from llmgeom.cli import main
 from llmgeom.commands.dynamics import RunConfig, perform
 from llmgeom.dynamics import processes, study
 from llmgeom.dynamics.drift import State, distances, state
-from llmgeom.dynamics.gradients import signals
+from llmgeom.dynamics.gradients import Signals, signals
 from llmgeom.dynamics.runs import Run
 from llmgeom.dynamics.study import Inputs
 from llmgeom.dynamics.trajectories import Trajectory, over_training, sections
@@ -141,12 +141,10 @@ def test_precision_is_of_the_queries_that_were_trained(tmp_path):
 
 def test_a_pull_is_the_rms_over_layers_over_its_largest_in_training():
     layers = np.array([[3.0, 4.0], [6.0, 8.0], [0.0, 1.0]])
-    pulls = tuple(SimpleNamespace(score_gradient=x, value_gradient=x) for x in layers)
-    one = Trajectory(Run("a", (0, 1, 2), ()), (), pulls)
-    assert one.gradient("score_gradient") == pytest.approx([0.5, 1.0, np.sqrt(0.5) / np.sqrt(50)])
-    still = tuple(SimpleNamespace(score_gradient=np.zeros(2)) for _ in layers)
+    one = Trajectory(Run("a", (0, 1, 2), ()), [Signals(x, x, 0.0).pulls for x in layers])
+    assert one.curve("score_gradient") == pytest.approx([0.5, 1.0, np.sqrt(0.5) / np.sqrt(50)])
     with refused(UserError, "gradient", 0):
-        Trajectory(Run("a", (0, 1, 2), ()), (), still).gradient("score_gradient")
+        Trajectory(Run("a", (0, 1, 2), ()), [{"score_gradient": 0.0}] * 3).curve("score_gradient")
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------

@@ -102,7 +102,8 @@ def test_a_rising_loss_is_warned_of_without_attention(swapped, monkeypatch, tmp_
         monkeypatch.setattr(study, name, refuse)
     (without,), unmeasured = follow([Run.of(folder)], Inputs(n=10), {}, None)
     assert set(unmeasured) == {"drift"} | ({"gradients"} if not gradients else set())
-    assert without.distances == () and without.losses == with_attention.losses and len(without.losses) == 3
+    assert not without.has("frame") and without.has("score_gradient") == gradients
+    assert without.curve("loss").tolist() == with_attention.curve("loss").tolist() and len(without.snapshots) == 3
     _, record = perform(RunConfig(runs=(folder,), probes=(), n=10, out=str(tmp_path / "out")))
     assert "drift" in record.unmeasured and ("gradients" in record.results) == gradients
     assert any("rises" in warning and "step 100 to step 1000" in warning for warning in record.warnings)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from llmgeom.prompts import nonce
-from llmgeom.prompts.lexicon import lexicon
+from llmgeom.prompts.grammar import lexicon
 from llmgeom.prompts.nonce import FORMATS, LABELS, Part, carriers, leads, pairs
 from studies import corpus
 from studies.label_sequences import LONGEST, PRIORS, Evidence, sequences

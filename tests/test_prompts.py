@@ -13,8 +13,8 @@ import pytest
 
 import llmgeom
 from llmgeom.batch import Batch
-from llmgeom.prompts import files, overlap
-from llmgeom.prompts.domains import Domain, known, members
+from llmgeom.prompts import files
+from llmgeom.prompts.domains import Distinct, Domain, known, members
 from llmgeom.prompts.grammar import templates
 from llmgeom.provenance import caveats, filled_templates, shared_words
 from studies import corpus
@@ -93,11 +93,19 @@ def test_own_prompts_that_fill_one_template_are_warned_of():
     assert any("share most" in text for text in caveats(subject, given, subject.tokens(given), controls=20))
 
 
-def test_overlap_in_cases_one_can_do_by_hand():
-    assert overlap.overlap("a b c d", "A, b. c d!") == 1
-    assert overlap.overlap("a b c", "a b c d e f") == 1
-    assert overlap.overlap("a b c d e", "x b c d y") == pytest.approx(1 / 3)
-    assert overlap.overlap("one two", "one three") == 0
+@pytest.mark.parametrize(
+    ("first", "second", "apart"),
+    [
+        ("a b c d", "A, b. c d!", False),
+        ("a b c", "a b c d e f", False),
+        ("a b c d e", "x b c d y", True),  # one of three
+        ("a b c d e", "a b c d x", False),  # two of three
+        ("one two", "one three", True),
+    ],
+)
+def test_overlap_in_cases_one_can_do_by_hand(first, second, apart):
+    distinct = Distinct()
+    assert distinct.add(first) and distinct.add(second) == apart
 
 
 def test_the_same_seed_gives_the_same_prompts_whatever_the_global_generator_and_hash_seed():

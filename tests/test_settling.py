@@ -3,7 +3,6 @@
 import math
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from scipy import stats
 from llmgeom import claims
 from llmgeom.dynamics.drift import fallen, settled
 from llmgeom.dynamics.runs import Run, rises
-from llmgeom.dynamics.trajectories import Trajectory, sections
+from llmgeom.dynamics.trajectories import PULLS, Trajectory, sections
 from llmgeom.errors import UserError
 from llmgeom.result import Estimate
 from llmgeom.stats.resampling import Interval, geometric_mean
@@ -104,11 +103,9 @@ def course(
         return np.maximum(1 - 0.95 * x, 0.01) * (np.array(steps) < steps[-1]) + 0.005 * (np.array(steps) == steps[-1])
 
     found = distances(curve(frame), curve(value), curve(precision))
-    pulls = zip(curve(frame), curve(value), strict=True)
-    pull = tuple(SimpleNamespace(score_gradient=s * np.ones(2), value_gradient=v * np.ones(2))
-                 for s, v in pulls)  # fmt: skip
+    pulls = [dict(zip(PULLS, both, strict=True)) for both in zip(curve(frame), curve(value), strict=True)]
     run = Run(f"{corrupt}-{seed}", steps, (), TASK, {"corrupt": corrupt, "seed": seed})
-    return Trajectory(run, found, pull)
+    return Trajectory(run, [one | pull for one, pull in zip(found, pulls, strict=True)])
 
 
 def verdicts(own, null, seeds=5, random=5, noise=0.1, steps=FINE) -> dict[str, Estimate]:
@@ -143,21 +140,18 @@ def test_each_ratio_is_of_its_own_curves_and_held_against_both_nulls():
         ("frame over values", "frame", "value"),
     ):
         ours, theirs = (
-            np.array([settled(c.run.steps, c.drift(first)).step for c in group])
-            / [settled(c.run.steps, c.drift(second)).step for c in group]
+            np.array([settled(c.run.steps, c.curve(first)).step for c in group])
+            / [settled(c.run.steps, c.curve(second)).step for c in group]
             for group in (own, null)
         )
         assert found[name].value == pytest.approx(stats.gmean(ours))
         assert found[name].p == pytest.approx(max(less_p(ours), less_p(ours, theirs)))
         assert found[name].centre == pytest.approx(1 if less_p(ours) > less_p(ours, theirs) else stats.gmean(theirs))
         assert less_p(ours) != pytest.approx(less_p(ours, theirs))
-    each = [[settled(c.run.steps, c.gradient(of), whole=1.0).step for of in PULLS] for c in own]
+    each = [[settled(c.run.steps, c.curve(of), whole=1.0).step for of in PULLS] for c in own]
     assert found["scores over values"].value == pytest.approx(stats.gmean([s / v for s, v in each]))
-    left = [c.gradient("score_gradient")[-1] / c.gradient("value_gradient")[-1] for c in own]
+    left = [c.curve("score_gradient")[-1] / c.curve("value_gradient")[-1] for c in own]
     assert found["scores over values, what is left"].value == pytest.approx(stats.gmean(left))
-
-
-PULLS = ("score_gradient", "value_gradient")
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,9 @@ from llmgeom.model.tokenizing import encode
 from llmgeom.probes.evidence.predictions import label_ids
 from llmgeom.probes.interventions.label_axis import _first_tokens
 from llmgeom.probes.shared.targets import Target
-from llmgeom.prompts import marks as words, nonce, text as in_text
+from llmgeom.prompts import nonce, surfaces as words, text as in_text
 from llmgeom.prompts.surfaces import SURFACES
+from llmgeom.stats.information import bits, entropy
 from llmgeom.wind_tunnels import load_world, names
 from tests.refusals import refused
 
@@ -86,6 +87,134 @@ def test_a_seed_gives_the_same_sequences_whatever_the_tokenizer(pocket):
     plain, tokens, other = (drawn("hmm-mixture", 30, *more) for more in ((0,), (0, pocket), (1, pocket)))
     assert plain.columns["seen"] == tokens.columns["seen"] != other.columns["seen"]
     assert plain.exact.answers is None and tokens.exact.answers.shape == (150, 1, 2)
+
+
+# ---- as text --------------------------------------------------------------------------------------------------------
+
+IN_TEXT = [
+    *names(text=True), "markov:symbols=3,a=1", "dirichlet:symbols=4", "bijection:vocab=4,replacement=false",
+    "hmm-mixture:symbols=3", "edge-hmm:process=rrxor",
+]  # fmt: skip
+ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
+
+
+def parsed(prompt):
+    """What a person reads: stated numbers, the marks in the order named, pairs of item and mark, and the question."""
+    stated = []
+    if "of 10 lists" in prompt:
+        numbers, prompt = prompt.removeprefix("/* ").split(" times in 10.", 1)
+        stated = [int(word) for word in numbers.replace(",", "").split() if word.isdigit()]
+        prompt = prompt.removeprefix(" */").strip()
+    if " = " in prompt:
+        *lines, last = (line.removesuffix(" =").split(" = ") for line in prompt.split("; "))
+    elif prompt.startswith("The first is"):
+        *lines, last = (line.removeprefix("The ").removesuffix(" is").split(" is ") for line in prompt.split(". "))
+    else:
+        opening, rest = prompt.split(". ", 1)
+        *lines, last = (
+            line.removesuffix(":").split(": ") for line in (*opening.lower().split(", "), *rest.split(", "))
+        )
+    marks = [mark for item, mark in lines if item in ORDINALS]
+    assert [item for item, _ in lines[: len(marks)]] == list(ORDINALS[: len(marks)])
+    return stated, marks, [tuple(line) for line in lines[len(marks) :]], last[0]
+
+
+def tokens(name, stated, seen, items):
+    """A sequence in the format of the world."""
+    if name in ("bijection", "recall"):
+        keys = {item: i for i, item in enumerate(dict.fromkeys(items))}
+        after = 5 if name == "bijection" else 8
+        pairs = [token for item, mark in zip(items, seen, strict=False) for token in (keys[item], after + mark)]
+        return [*pairs, keys[items[-1]]]
+    opening = {"coin": [2], "two-point": [2], "dirichlet": [3]}
+    return [*(opening.get(name, []) if not stated else [stated[0] + 1, stated[-1] + 10]), *seen]
+
+
+@pytest.mark.parametrize("spec", names(text=True))
+def test_a_prompt_shows_a_sequence_and_has_its_exact_answer(spec):
+    """The words are read back by hand into the tokens of the world, whose answers are those of every sequence."""
+    world = load_world(spec, text=True)
+    batch = in_text.sample(world, 9, 1, ks=[k for k in (3, 4, 6) if k in world.KS or k == 3])
+    assert set(batch.columns["surface"]) == set(SURFACES)
+    for i, prompt in enumerate(batch.text):
+        stated, marks, pairs, asked = parsed(prompt)
+        assert marks == batch.columns["marks"][i].split() and len(pairs) == batch.columns["k"][i]
+        seen = [marks.index(mark) for _, mark in pairs]
+        sequence = torch.tensor([tokens(spec, stated, seen, [item for item, _ in pairs] + [asked])])
+        at_k = world.showing(len(pairs))
+        torch.testing.assert_close(batch.exact.predictive[i], at_k.log_predictive(sequence)[0, -1:], rtol=0, atol=1e-12)
+        for name, log_p in at_k.trivial(sequence).items():
+            torch.testing.assert_close(batch.exact.trivial[name][i], log_p[0, -1:], rtol=0, atol=1e-12)
+        h = bits(entropy(batch.exact.predictive[i, 0])).item()
+        assert batch.columns["exact_entropy"][i] == pytest.approx(h, abs=1e-6)
+
+
+@pytest.mark.parametrize("spec", IN_TEXT)
+def test_what_follows_is_drawn_from_the_exact_answer(spec):
+    """At each k the outcomes drawn less their probabilities sum to nothing, in total and along the probabilities."""
+    world = load_world(spec, text=True)
+    batch = in_text.sample(world, 1500, 3, ks=(3,))
+    p = batch.exact.predictive[:, 0].exp().numpy()
+    drawn = np.eye(p.shape[1])[batch.target[:, 0].numpy()]
+    for weight in (np.ones_like(p), p):
+        excess, variance = ((drawn - p) * weight).sum(0), (p * (1 - p) * weight**2).sum(0)
+        assert (np.abs(excess) <= 4.5 * np.sqrt(variance) + 1e-9).all()
+    assert (p[np.arange(len(p)), batch.target[:, 0]] > 0).all()
+
+
+@pytest.mark.parametrize("spec", IN_TEXT)
+def test_one_observation_is_changed_into_a_sequence_that_could_come(spec):
+    """The exact answer to the changed sequence has the shift, and in a bijection no value comes twice."""
+    world = load_world(spec, text=True)
+    batch = in_text.sample(world, 6, 2, ks=(3,))
+    for change in in_text.changes(world, batch, 0):
+        drawn = in_text._Drawn.of(world, 6, 2, 3)
+        before = drawn.inputs[change.prompt]
+        after = before.clone()
+        after[drawn.places[change.place]] = change.mark + world.answers.tokens[0]
+        log_p = drawn.world.log_predictive(torch.stack([before, after]))[:, -1]
+        old = before[drawn.places[change.place]].item() - world.answers.tokens[0]
+        odds = log_p[:, change.mark] - log_p[:, old]
+        if log_p.isfinite().all():
+            assert change.shift == pytest.approx(bits((odds[1] - odds[0]).item()))
+        assert change.mark != old and (log_p[0] - log_p[1]).exp().ne(1).any()
+        if world.name == "bijection":
+            of = dict(zip(after[0::2].tolist(), after[1::2].tolist(), strict=False))
+            assert len(set(of.values())) == len(of)
+
+
+def test_conditions_change_one_thing_each():
+    world = load_world("two-point", text=True)
+    of = {name: in_text.sample(world, 30, 0, ks=(0, 2, 5), condition=name) for name in in_text.CONDITIONS}
+    seen = {name: [list(map(int, row)) for row in batch.columns["seen"]] for name, batch in of.items()}
+    assert seen["remap"] == seen[""] and of["remap"].text != of[""].text
+    assert all(not {*a.split()} & {*b.split()} for a, b in zip(of["remap"].columns["marks"], of[""].columns["marks"],
+                                                              strict=True))  # fmt: skip
+    assert seen["swap"] == [[1 - x for x in row] for row in seen[""]]
+    assert [sorted(row) for row in seen["permuted"]] == [sorted(row) for row in seen[""]] != seen["permuted"]
+    assert seen["consistent"] == [row[:1] * len(row) for row in seen[""]]
+    assert seen["alternating"] == [[(row[0] + j) % 2 for j in range(len(row))] for row in seen[""]]
+    for name, batch in of.items():
+        assert batch.cluster == of[""].cluster and batch.columns["items"] == of[""].columns["items"]
+        n1, n2 = np.array([[row.count(0), row.count(1)] for row in seen[name]]).T
+        rules = 1 / (1 + 9.0 ** (n2 - n1))
+        np.testing.assert_allclose(batch.exact.predictive[:, 0, 0].exp(), 0.9 * rules + 0.1 * (1 - rules))
+
+
+def test_prompts_that_cannot_be():
+    with refused(UserError, "regression", "no form as text", "markov"):
+        load_world("regression", text=True)
+    markov = load_world("markov", text=True)
+    with refused(UserError, "--k 0", "markov", "steps"):
+        in_text.sample(markov, 3, 0, ks=(0, 2))
+    with refused(UserError, 25, "markov", 24):
+        in_text.sample(markov, 3, 0, ks=(25,))
+    with refused(UserError, "lists", "list", "code"):
+        in_text.sample(markov, 3, 0, surfaces=("lists",))
+    with refused(UserError, "--n 0"):
+        in_text.sample(markov, 0, 0)
+    with refused(UserError, "dirichlet:symbols=9", 2, 8):
+        in_text.sample(load_world("dirichlet:symbols=9", text=True), 3, 0)
 
 
 # ---- as the rest of llmgeom reads them ------------------------------------------------------------------------------

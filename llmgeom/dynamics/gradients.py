@@ -50,6 +50,12 @@ class Signals:
     value_gradient: np.ndarray
     loss: float
 
+    @property
+    def pulls(self) -> dict[str, float]:
+        """The root mean square over layers of each, by name."""
+        both = {"score_gradient": self.score_gradient, "value_gradient": self.value_gradient}
+        return {name: float(np.sqrt(np.square(layers).mean())) for name, layers in both.items()}
+
 
 @dataclass(frozen=True, eq=False)
 class Attended:
@@ -206,7 +212,8 @@ def signals(subject: Model, batch: Batch) -> Signals:
     subject = doubled(subject)
     inputs = subject.tokens(batch)
     where, target = targets(batch, inputs)
-    rows, sums, loss = where.sum(1).cumsum(0).tolist(), [], 0.0
+    rows, loss = where.sum(1).cumsum(0).tolist(), 0.0
+    sums: list[list[list[float]]] = []
     most = max(1, ENTRIES // (subject.facts["heads"] * inputs.data.shape[1] ** 2))
     for at in range(0, len(inputs), most):
         part = list(range(at, min(at + most, len(inputs))))
@@ -220,15 +227,14 @@ def signals(subject: Model, batch: Batch) -> Signals:
         wanted = [tensor for layer in layers for tensor in (layer.score, layer.value, layer.z)]
         found = iter(torch.autograd.grad(summed, wanted, materialize_grads=True))
         with torch.no_grad():
-            sums.append([_sums(layer, next(found), next(found), next(found), taken.lengths) for layer in layers])
+            sums.append([])
+            for layer in layers:
+                by_score, by_value, u = next(found), next(found), next(found)
+                seen = counted(layer, u, taken.lengths)
+                coordinates = int(taken.lengths.sum()) * by_value.shape[1] * by_value.shape[-1]
+                # Sum and count of squares; the gradient by values is 0 beyond a sequence's end.
+                of_score = float(by_score[seen].square().sum()), float(seen.sum())
+                sums[-1].append([*of_score, float(by_value.square().sum()), coordinates])
     total = np.sum(sums, 0)
     score, value = (np.sqrt(total[:, i] / total[:, i + 1].clip(1)) for i in (0, 2))
     return Signals(score, value, loss / len(target))
-
-
-def _sums(layer: Attended, score: Tensor, value: Tensor, u: Tensor, lengths: Tensor) -> list[float]:
-    """Sum and count of squared score gradients, and of squared value gradients, of one layer."""
-    seen = counted(layer, u, lengths)
-    coordinates = int(lengths.sum()) * value.shape[1] * value.shape[-1]
-    # The gradient by values is 0 beyond a sequence's end.
-    return [float(score[seen].square().sum()), float(seen.sum()), float(value.square().sum()), coordinates]

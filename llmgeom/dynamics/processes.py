@@ -7,9 +7,8 @@ import multiprocessing.connection
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,8 +36,12 @@ def spread(work: Callable[..., Any], jobs: Mapping[str, tuple], report: Callable
     stop = context.Event()
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(stop,))
     try:
-        with _deaf():
+        # A terminal sends Ctrl-C to all processes. Those started here ignore it: this one tells them to stop.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
             futures = {pool.submit(work, *arguments): name for name, arguments in jobs.items()}
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         with interrupt.deferred():
             waiting = set(futures)
             while waiting and not interrupt.requested():
@@ -58,25 +61,15 @@ def spread(work: Callable[..., Any], jobs: Mapping[str, tuple], report: Callable
     return results
 
 
-@contextmanager
-def _deaf() -> Iterator[None]:
-    """Processes started here ignore Ctrl-C, which a terminal sends to all: this process tells them to stop."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-
-
 def _begin(stop: Any) -> None:
     """One thread; and no worker outlives a killed run, to write into the folder of the next."""
+
+    def die_with_parent() -> None:
+        parent = multiprocessing.parent_process()
+        if parent is not None:
+            multiprocessing.connection.wait([parent.sentinel])
+            os._exit(1)
+
     interrupt.follow(stop.is_set)
     torch.set_num_threads(1)
-    threading.Thread(target=_die_with_parent, daemon=True).start()
-
-
-def _die_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
+    threading.Thread(target=die_with_parent, daemon=True).start()

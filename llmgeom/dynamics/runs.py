@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,34 +48,22 @@ class Run:
         """
         path = Path(folder)
         if (path / TRAINING).exists():
-            return cls._of_training(path, folder)
-        checkpoints = sorted(
-            (int(place.name.removeprefix("checkpoint-")), str(place))
-            for place in path.glob("checkpoint-*")
-            if re.fullmatch(r"checkpoint-\d{1,18}", place.name) and (place / "config.json").exists()
-        )
-        if not checkpoints:
-            raise UserError(
-                f"{folder} is no finished run of `llmgeom train` (it has no {TRAINING}) and holds no checkpoint-N "
-                "folders of a trainer; give one of the two, or hub models with --revisions"
-            )
-        steps = tuple(step for step, _ in checkpoints)
-        _require_enough(folder, steps, "save more checkpoints (save_strategy, save_steps)")
-        return cls(path.resolve().name, steps, tuple((place, None) for _, place in checkpoints))
-
-    @classmethod
-    def _of_training(cls, path: Path, folder: str) -> Run:
-        facts = read_facts(path / TRAINING, ("training", "step", "task", "lr"))
-        # The rate as it was: --lr auto chooses another one for each seed, and for random targets.
-        training = {**facts["training"], "lr": facts["lr"]}
-        last, task = facts["step"], hub.trusted(facts["task"], folder)
-        snapshots = {
-            int(place.name.removeprefix("step")): str(place)
-            for place in path.glob("snapshots/step*")
-            if re.fullmatch(r"step\d{1,18}", place.name) and (place / TRAINING).exists()
-        }
-        snapshots = {step: snapshots[step] for step in sorted(snapshots) if step < last} | {last: str(path)}
-        _require_enough(folder, tuple(snapshots), "llmgeom train --snapshots 12")
+            facts = read_facts(path / TRAINING, ("training", "step", "task", "lr"))
+            # The rate as it was: --lr auto chooses another one for each seed, and for random targets.
+            training = {**facts["training"], "lr": facts["lr"]}
+            last, task = facts["step"], hub.trusted(facts["task"], folder)
+            found = _folders(path / "snapshots", "step", TRAINING)
+            snapshots = {step: place for step, place in found.items() if step < last} | {last: str(path)}
+            remedy = "llmgeom train --snapshots 12"
+        else:
+            training, task, remedy = {}, "", "save more checkpoints (save_strategy, save_steps)"
+            snapshots = _folders(path, "checkpoint-", "config.json")
+            if not snapshots:
+                raise UserError(
+                    f"{folder} is no finished run of `llmgeom train` (it has no {TRAINING}) and holds no checkpoint-N "
+                    "folders of a trainer; give one of the two, or hub models with --revisions"
+                )
+        _require_enough(folder, tuple(snapshots), remedy)
         places = tuple((place, None) for place in snapshots.values())
         return cls(path.resolve().name, tuple(snapshots), places, task, training)
 
@@ -174,8 +162,18 @@ def rises(steps: Sequence[int], losses: Sequence[float]) -> list[tuple[int, int]
     return [(first, second) for first, second, rise in pairs if rise > RISE]
 
 
-def _require_enough(what: str, steps: Iterable[int], remedy: str) -> None:
-    count = len(tuple(steps))
+def _folders(path: Path, name: str, holds: str) -> dict[int, str]:
+    """The folders NAME + step that hold such a file, by step, ascending."""
+    steps = {
+        int(place.name.removeprefix(name)): str(place)
+        for place in path.glob(f"{name}*")
+        if re.fullmatch(rf"{name}\d{{1,18}}", place.name) and (place / holds).exists()
+    }
+    return dict(sorted(steps.items()))
+
+
+def _require_enough(what: str, steps: Sequence[int], remedy: str) -> None:
+    count = len(steps)
     if count < FEWEST:
         words = {1: "no snapshot but its end", 2: "two snapshots"}.get(count, "no snapshots")
         raise UserError(f"{what} has {words}; what happens between takes at least {FEWEST}: {remedy}")

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from llmgeom.cache.keys import of_files, of_program
 from llmgeom.dynamics import SEEDS
 from llmgeom.dynamics.drift import State, distances, loss_of, state
-from llmgeom.dynamics.gradients import Signals, signals
+from llmgeom.dynamics.gradients import signals
 from llmgeom.dynamics.processes import spread
 from llmgeom.dynamics.runs import RISE, Run, require_alike, require_distinct, rises
 from llmgeom.dynamics.trajectories import DRIFT, GRADIENTS, Trajectory, over_training, sections
@@ -96,9 +96,7 @@ def follow(
 
     def of_run(run: Run) -> Trajectory:
         last, batch = len(run.steps) - 1, inputs.batch(run.corrupt)
-        from_last: dict[int, Mapping[str, float | str]] = {}
-        gradients: dict[int, Signals] = {}
-        losses: dict[int, float] = {}
+        snapshots: dict[int, dict[str, float | str]] = {}
         weights: dict[int, str] = {}
         end: State | None = None
 
@@ -115,14 +113,12 @@ def follow(
                 ends[f"the end of {run.name}"] = hashed[name]
                 require_distinct(ends)
             now = measured(DRIFT, lambda: state(subject, batch, task, store))
-            if now is not None:
-                from_last[place] = distances(now, now if end is None else end)
+            found = {} if now is None else distances(now, now if end is None else end)
             if task is None:
                 loss = now.loss if now else None  # a model without attention has a loss, too
-                losses[place] = loss_of(subject, batch, store) if loss is None else loss
+                found["loss"] = loss_of(subject, batch, store) if loss is None else loss
             signal = measured(GRADIENTS, lambda: signals(subject, batch))
-            if signal is not None:
-                gradients[place] = signal
+            snapshots[place] = found if signal is None else found | signal.pulls
             done += 1
             tell("snapshots followed", done, total, f"{run.name}, step {run.steps[place]}")
             return now
@@ -131,13 +127,7 @@ def follow(
         for place in range(last):
             read(place)
         places = range(len(run.steps))
-        return Trajectory(
-            run,
-            () if DRIFT in unmeasured else tuple(from_last[place] for place in places),
-            () if GRADIENTS in unmeasured else tuple(gradients[place] for place in places),
-            tuple(losses[place] for place in places if place in losses),
-            tuple(weights[place] for place in places),
-        )
+        return Trajectory(run, [snapshots[place] for place in places], tuple(weights[place] for place in places))
 
     return [of_run(run) for run in runs], unmeasured
 
@@ -201,7 +191,8 @@ def _of_snapshot(place: int, places: int, step: int, stage: str, done: int, tota
 def warnings(runs: Sequence[Run], trajectories: Sequence[Trajectory], probed: bool) -> Iterator[str]:
     """Reasons to doubt a verdict about these runs; `probed` if probes read the first run."""
     for trajectory in trajectories:
-        for first, second in rises(trajectory.run.steps, trajectory.losses) if trajectory.losses else ():
+        losses = [float(one["loss"]) for one in trajectory.snapshots if "loss" in one]
+        for first, second in rises(trajectory.run.steps, losses) if losses else ():
             yield (
                 f"{trajectory.run.name}: the loss on the prompts rises by more than {RISE} nats a token from step "
                 f"{first} to step {second}; one of the two may hold the weights of another step"

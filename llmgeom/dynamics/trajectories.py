@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,6 @@ import numpy as np
 from llmgeom import claims
 from llmgeom.dynamics import SEEDS
 from llmgeom.dynamics.drift import FARTHEST, Settled, fallen, settled
-from llmgeom.dynamics.gradients import Signals
 from llmgeom.dynamics.runs import Run
 from llmgeom.errors import UserError
 from llmgeom.record import Record
@@ -69,8 +68,30 @@ DRIFT, GRADIENTS = "drift", "gradients"
 TITLES = {DRIFT: "Frame, values and precision", GRADIENTS: "Gradients of scores and of values"}
 UNBOUNDED = -NO_END  # upper end of an interval over one training seed
 RUNS, RANDOM = "training seeds", "random-target runs (--corrupt 1)"
-Course = Callable[["Trajectory"], np.ndarray]
-Ratio = tuple[float, float, float]  # its value, and the least and the largest that the snapshots allow
+PULLS = ("score_gradient", "value_gradient")
+# Section -> name, unit and meaning of each of its curves.
+CURVES = {
+    DRIFT: (
+        ("frame", "1 - CKA", "attention: distance from its end"),
+        ("value", "1 - CKA", "values: distance from their end"),
+        ("precision", "bits", "KL({} || model)"),
+        ("tv", "total variation", "attention weights: distance from their end"),
+    ),
+    GRADIENTS: (
+        (PULLS[0], "fraction", "rms of dL/ds over its largest"),
+        (PULLS[1], "fraction", "rms of dL/dv over its largest"),
+    ),
+}
+# Section -> metric -> the two curves whose settling steps it compares, or with LEFT their last values.
+LEFT = "scores over values, what is left"
+RATIOS = {
+    DRIFT: {
+        "frame over precision": ("frame", "precision"),
+        "frame over values": ("frame", "value"),
+        "total variation of attention over log precision": ("tv", "log precision"),
+    },
+    GRADIENTS: {"scores over values": PULLS, LEFT: PULLS},
+}
 
 
 @dataclass(frozen=True)
@@ -78,131 +99,49 @@ class Trajectory:
     """What is kept of one run over its snapshots.
 
     Attributes:
-        distances: `drift.distances` of each snapshot; empty if they are not measured.
-        signals: gradients at each snapshot; empty if they are not measured.
-        losses: a language model's loss on the prompts at each snapshot, in nats per token; empty in a wind tunnel.
+        snapshots: The numbers of each: `drift.distances`, `Signals.pulls`, and of a language model `loss`, in nats per
+            token of the prompts; a text says why a number is not known.
         weights: the hash of the weights of each snapshot.
     """
 
     run: Run
-    distances: Sequence[Mapping[str, float | str]] = ()
-    signals: Sequence[Signals] = ()
-    losses: tuple[float, ...] = ()
+    snapshots: Sequence[Mapping[str, float | str]]
     weights: tuple[str, ...] = ()
 
-    def drift(self, name: str) -> np.ndarray:
-        """[step] one of the distances. Raises UserError if there is none at some snapshot."""
-        found = [distances[name] for distances in self.distances]
+    def has(self, name: str) -> bool:
+        """Whether every snapshot was asked for this number."""
+        return all(name in one for one in self.snapshots)
+
+    def curve(self, name: str) -> np.ndarray:
+        """[step] one number of each snapshot, or `fallen` of the precision as "log precision"; a gradient is divided by
+        its largest value in training.
+
+        Raises UserError: it is not known at some snapshot; the gradient is 0 at every one.
+        """
+        if name == "log precision":
+            return fallen(self.curve("precision"))
+        found = [one[name] for one in self.snapshots]
         for place, why in enumerate(found, 1):
             if isinstance(why, str):
                 raise UserError(f"{self.run.name}, snapshot {place} of {len(found)} and the last, {why}")
-        return np.array(found)
-
-    def gradient(self, name: str) -> np.ndarray:
-        """[step] root mean square over layers, divided by its largest value in training.
-
-        Raises UserError: the gradient is 0 at every snapshot.
-        """
-        curve = np.sqrt(np.square([getattr(signals, name) for signals in self.signals]).mean(1))
-        if not curve.max() > 0:
+        if name not in PULLS:
+            return np.array(found)
+        if not max(found) > 0:
             raise UserError(f"the {name.replace('_', ' ')} of {self.run.name} is 0 at every snapshot")
-        return curve / curve.max()
+        return np.array(found) / max(found)
+
+    def settled(self, name: str) -> Settled:
+        """When 5 % of its first value is left of a curve, or 5 % of the largest gradient. Raises UserError."""
+        return settled(self.run.steps, self.curve(name), whole=1.0 if name in PULLS else None)
+
+    def ratio(self, metric: str, first: str, second: str) -> tuple[float, float, float]:
+        """One of RATIOS, the least and the largest that the snapshots allow. Raises UserError."""
+        if metric == LEFT:
+            return (float(self.curve(first)[-1] / self.curve(second)[-1]),) * 3
+        return self.settled(first).over(self.settled(second))
 
 
 # ---- sections --------------------------------------------------------------------------------------------------------
-
-
-class Section:
-    """A builder of one Result: curves over steps, settling steps by run, and their ratios with verdicts.
-
-    Attributes:
-        own: the runs that learn.
-        null: the runs on random targets.
-        estimates: each ratio three times: as it is; with every run's ratio at the end that favours its claim most, of
-            those that the snapshots allow; and at the other end.
-        unseen: metric -> what would show which of these is right.
-    """
-
-    def __init__(self, probe: str, trajectories: Sequence[Trajectory]) -> None:
-        self.probe = probe
-        self.own = [c for c in trajectories if not c.run.random]
-        self.null = [c for c in trajectories if c.run.random]
-        self.labelled: dict[str, Labelled | None] = {}
-        self.estimates: list[tuple[Estimate, Estimate, Estimate]] = []
-        self.unseen: dict[str, str] = {}
-        self.notes: list[str] = []
-
-    def curve(self, name: str, unit: str, meaning: str, measure: Course, settles: Callable[..., Settled]) -> None:
-        """Add the mean curve of the runs that learn, with its interval, the range of the random-target runs, and the
-        step at which it settles in each run."""
-        try:
-            learnt, null = (np.array([measure(course) for course in group]) for group in (self.own, self.null))
-        except UserError as refusal:
-            self.notes.append(f"{meaning}: not measured, {refusal}")
-            return
-        interval = mean_intervals(learnt.T) if len(learnt) > 1 else None
-        band = np.stack([null.min(0), null.max(0)], 1) if len(null) else None
-        around: Any = {"interval": ("training seeds", interval)}
-        around["null"] = (f"range of {len(null)} models trained on random targets", band)
-        self.labelled |= line(name, learnt.mean(0), "step", unit, meaning, **around)
-        self.labelled[f"{name}_runs"] = labelled(np.array([*learnt, *null]), "run step", unit, f"{meaning}, by run")
-        try:
-            found = [settles(course) for course in (*self.own, *self.null)]
-        except UserError as refusal:
-            self.notes.append(f"when {name.replace('_', ' ')} settles is not measured: {refusal}")
-            return
-        steps, late = [one.step for one in found], [float(one.censored) for one in found]
-        self.labelled[f"{name}_settled"] = labelled(steps, "run", "step", "first step with 5 % left")
-        meaning = "1 where that step is right-censored: the end of the run sets it"
-        self.labelled[f"{name}_censored"] = labelled(late, "run", "", meaning)
-
-    def ratio(self, name: str, measure: Callable[[Trajectory], Ratio]) -> None:
-        """Add a ratio of settling steps, compared with 1 and with the random-target runs."""
-        try:
-            own, random = ([measure(course) for course in group] for group in (self.own, self.null))
-        except UserError as refusal:
-            self.notes.append(f"{name}: not measured, {refusal}")
-            return
-        groups = ((RUNS, own), (RANDOM, random))
-        few = [f"needs {SEEDS} {what}: has {len(of)}" for what, of in groups if len(of) < SEEDS]
-        claim = claims.declared(self.probe)[name]
-        compared = (_compared(claim, [x[i] for x in own], [x[j] for x in random]) for i, j in ((0, 0), (1, 2), (2, 1)))
-        value, favoured, other = (replace(h, lacks=tuple(few)) for h in compared)
-        self.estimates.append((value, favoured, other))
-        late = [x[1] <= 1 / FARTHEST or x[2] >= FARTHEST for x in (*own, *random)]
-        which = f"in {late.count(True)} of {len(late)} runs a curve does not settle before the last two snapshots"
-        if any(late):
-            self.unseen[name] = f"train longer: {which}, and the word depends on when"
-        else:
-            self.unseen[name] = "take more snapshots: curves settle between snapshots, and the word depends on where"
-
-    def measured(self, way: int = 0) -> Result:
-        """The section, with the ratios as they are or at one of their ends (`estimates`)."""
-        return Result.of(
-            TITLES[self.probe],
-            self.labelled,
-            __name__,
-            estimates=tuple(each[way] for each in self.estimates),
-            notes=tuple(self.notes),
-            ticks={
-                "step": tuple(map(str, self.own[0].run.steps)),
-                "run": tuple(c.run.name for c in (*self.own, *self.null)),
-            },
-        )
-
-
-def _compared(claim: claims.Claim, learnt: Sequence[float], random: Sequence[float]) -> Estimate:
-    """Ratios of runs that learn, compared with 1 and with those of random-target runs."""
-    value, low, high = geometric_mean(np.array(learnt))
-    span = Interval(low, high, 0.95, "Student's t of logarithms over training seeds, 95 %")
-    if len(learnt) == 1:
-        span = Interval(0.0, UNBOUNDED, 0.95, "one training seed has no interval")
-    nulls = [claims.Null.number("1 (both at once)", 1.0)]
-    if len(random):
-        _, least, most = geometric_mean(np.array(random))
-        drawn = claims.Null.of("mean of random-target models", np.array(random), "lower")
-        nulls.append(replace(drawn, low=least, high=most, mean=True))
-    return claims.estimate(claim, value, span, nulls, n=len(learnt), clusters=len(learnt))
 
 
 def sections(trajectories: Sequence[Trajectory]) -> dict[str, Result]:
@@ -214,70 +153,101 @@ def sections(trajectories: Sequence[Trajectory]) -> dict[str, Result]:
     --task`, and curves of other shapes in runs and random-target runs with one true ratio, .25, attention was called
     earlier than in random-target runs ("small") in up to 20 of 60 studies.
     """
-    built = {DRIFT: _drift(trajectories)} if all(c.distances for c in trajectories) else {}
-    if all(c.signals for c in trajectories):
-        built[GRADIENTS] = _gradients(trajectories)
-    judged, *ends = (claims.judge({p: section.measured(way) for p, section in built.items()}) for way in range(3))
+    own, null = ([c for c in trajectories if c.run.random is random] for random in (False, True))
+    ways: tuple[dict[str, Result], ...] = ({}, {}, {})
+    unseen: dict[str, str] = {}
+    for probe, curves in CURVES.items():
+        if all(c.has(curves[0][0]) for c in trajectories):
+            notes: list[str] = []
+            drawn, estimates = _curves(probe, own, null, notes), []
+            for metric, pair in RATIOS[probe].items():
+                try:
+                    three, unseen[metric] = _compared(probe, metric, pair, own, null)
+                    estimates.append(three)
+                except UserError as refusal:
+                    notes.append(f"{metric}: not measured, {refusal}")
+            names = tuple(c.run.name for c in (*own, *null))
+            ticks = {"step": tuple(map(str, own[0].run.steps)), "run": names}
+            built = Result.of(TITLES[probe], drawn, __name__, notes=tuple(notes), ticks=ticks)
+            for way, each in enumerate(ways):
+                each[probe] = replace(built, estimates=tuple(three[way] for three in estimates))
+    judged, *ends = map(claims.judge, ways)
 
-    def safe(h: Estimate, others: Sequence[Estimate], unseen: str) -> Estimate:
+    def safe(h: Estimate, others: Sequence[Estimate]) -> Estimate:
         # An end at which the value lies above every control leaves "ruled out", which one control suffices for.
         words = {(h.verdict, end.verdict) for end in others}
         if not h.claim or all(word == other or (word, other) == ("ruled out", "opposite") for word, other in words):
             return h
-        return replace(h, lacks=(unseen,), verdict="open", why=unseen)
+        return replace(h, lacks=(unseen[h.name],), verdict="open", why=unseen[h.name])
 
     found = {}
     for probe, measured in judged.items():
         three = zip(measured.estimates, *(end[probe].estimates for end in ends), strict=True)
-        estimates = tuple(safe(h, others, built[probe].unseen[h.name]) for h, *others in three)
-        found[probe] = replace(measured, estimates=estimates)
+        found[probe] = replace(measured, estimates=tuple(safe(h, others) for h, *others in three))
     return found
 
 
-def _drift(trajectories: Sequence[Trajectory]) -> Section:
-    section = Section(DRIFT, trajectories)
-    exact = "KL(exact || model)" if trajectories[0].run.task else "KL(last snapshot || model)"
+def _curves(
+    probe: str, own: Sequence[Trajectory], null: Sequence[Trajectory], notes: list[str]
+) -> dict[str, Labelled | None]:
+    """The mean of each curve over the runs that learn, with its interval, the range of the random-target runs, and the
+    step at which it settles in each run; `notes` gets the reasons where there is none."""
+    drawn: dict[str, Labelled | None] = {}
+    for name, unit, meaning in CURVES[probe]:
+        meaning = meaning.format("exact" if own[0].run.task else "last snapshot")
+        try:
+            learnt, random = (np.array([c.curve(name) for c in group]) for group in (own, null))
+        except UserError as refusal:
+            notes.append(f"{meaning}: not measured, {refusal}")
+            continue
+        interval = mean_intervals(learnt.T) if len(learnt) > 1 else None
+        band = np.stack([random.min(0), random.max(0)], 1) if len(random) else None
+        around: Any = {"interval": ("training seeds", interval)}
+        around["null"] = (f"range of {len(random)} models trained on random targets", band)
+        drawn |= line(name, learnt.mean(0), "step", unit, meaning, **around)
+        drawn[f"{name}_runs"] = labelled(np.array([*learnt, *random]), "run step", unit, f"{meaning}, by run")
+        try:
+            found = [c.settled(name) for c in (*own, *null)]
+        except UserError as refusal:
+            notes.append(f"when {name.replace('_', ' ')} settles is not measured: {refusal}")
+            continue
+        steps, late = [one.step for one in found], [float(one.censored) for one in found]
+        drawn[f"{name}_settled"] = labelled(steps, "run", "step", "first step with 5 % left")
+        censored = "1 where that step is right-censored: the end of the run sets it"
+        drawn[f"{name}_censored"] = labelled(late, "run", "", censored)
+    return drawn
 
-    def drift(name: str) -> Course:
-        return lambda c: c.drift(name)
 
-    def settles(name: str) -> Callable[[Trajectory], Settled]:
-        return lambda c: settled(c.run.steps, c.drift(name))
+def _compared(
+    probe: str, metric: str, pair: tuple[str, str], own: Sequence[Trajectory], null: Sequence[Trajectory]
+) -> tuple[tuple[Estimate, ...], str]:
+    """Ratios of the runs that learn, compared with 1 and with those of random-target runs.
 
-    for name, unit, meaning in (
-        ("frame", "1 - CKA", "attention: distance from its end"),
-        ("value", "1 - CKA", "values: distance from their end"),
-        ("precision", "bits", exact),
-        ("tv", "total variation", "attention weights: distance from their end"),
-    ):
-        section.curve(name, unit, meaning, drift(name), settles(name))
-    section.ratio("frame over precision", lambda c: settles("frame")(c).over(settles("precision")(c)))
-    section.ratio("frame over values", lambda c: settles("frame")(c).over(settles("value")(c)))
-    section.ratio(
-        "total variation of attention over log precision",
-        lambda c: settles("tv")(c).over(settled(c.run.steps, fallen(c.drift("precision")))),
-    )
-    return section
+    Returns:
+        The estimate as it is; with every run's ratio at the end that favours its claim most, of those that the
+        snapshots allow; at the other end. And what would show which of these is right.
 
-
-def _gradients(trajectories: Sequence[Trajectory]) -> Section:
-    section = Section(GRADIENTS, trajectories)
-
-    def gradient(name: str) -> Course:
-        return lambda c: c.gradient(name)
-
-    def settles(name: str) -> Callable[[Trajectory], Settled]:
-        return lambda c: settled(c.run.steps, c.gradient(name), whole=1.0)
-
-    for name, meaning in (
-        ("score_gradient", "rms of dL/ds over its largest"),
-        ("value_gradient", "rms of dL/dv over its largest"),
-    ):
-        section.curve(name, "fraction", meaning, gradient(name), settles(name))
-
-    def left(c: Trajectory) -> Ratio:
-        return (float(c.gradient("score_gradient")[-1] / c.gradient("value_gradient")[-1]),) * 3
-
-    section.ratio("scores over values", lambda c: settles("score_gradient")(c).over(settles("value_gradient")(c)))
-    section.ratio("scores over values, what is left", left)
-    return section
+    Raises:
+        UserError: a curve does not settle.
+    """
+    learnt, random = (np.array([c.ratio(metric, *pair) for c in group]).reshape(-1, 3) for group in (own, null))
+    claim, estimates = claims.declared(probe)[metric], []
+    few = [f"needs {SEEDS} {what}: has {len(x)}" for what, x in ((RUNS, learnt), (RANDOM, random)) if len(x) < SEEDS]
+    for i, j in ((0, 0), (1, 2), (2, 1)):
+        value, low, high = geometric_mean(learnt[:, i])
+        span = Interval(low, high, 0.95, "Student's t of logarithms over training seeds, 95 %")
+        if len(learnt) == 1:
+            span = Interval(0.0, UNBOUNDED, 0.95, "one training seed has no interval")
+        nulls = [claims.Null.number("1 (both at once)", 1.0)]
+        if len(random):
+            _, least, most = geometric_mean(random[:, j])
+            drawn = claims.Null.of("mean of random-target models", random[:, j], "lower")
+            nulls.append(replace(drawn, low=least, high=most, mean=True))
+        h = claims.estimate(claim, value, span, nulls, n=len(learnt), clusters=len(learnt))
+        estimates.append(replace(h, lacks=tuple(few)))
+    late = [x[1] <= 1 / FARTHEST or x[2] >= FARTHEST for x in (*learnt, *random)]
+    which = f"in {late.count(True)} of {len(late)} runs a curve does not settle before the last two snapshots"
+    if any(late):
+        return tuple(estimates), f"train longer: {which}, and the word depends on when"
+    between = "take more snapshots: curves settle between snapshots, and the word depends on where"
+    return tuple(estimates), between
