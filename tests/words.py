@@ -20,4 +20,4 @@ def prediction_p(value: float, draws, side: str = "upper", scale: str = "identit
     exactly = Interval(value, value, 0.95, "")
     null = Null.of("draws", np.asarray(draws, float), side)
     rule = Claim(name="x", unit="", side=side, effect=0.0, scale=scale)
-    return excess(rule, value, exactly, null, 40).excess.p
+    return excess(rule, value, exactly, null, 40)[1].p

@@ -150,42 +150,24 @@ class Excess:
     setting: Setting = Setting(0.0, 0.0, 0)
 
 
-class Ranked(NamedTuple):
-    """A comparison with one control, and how hard that is to beat.
-
-    Attributes:
-        rank: p, but of a permutation at the floor of its p (no order reaches the value) the p of the distance where
-            that is smaller. The hardest control has the largest: 199 orders give no p below .005, which says nothing of
-            how near they come.
-        distance: Excess over standard error.
-    """
-
-    null: Null
-    control: Control
-    excess: Excess
-    rank: float
-    distance: float
-
-
 def compared(
     rule: Claim, value: float, interval: Interval, nulls: Sequence[Null], clusters: int
 ) -> tuple[tuple[Control, ...], Excess]:
-    """The controls, that which is hardest to beat first (largest `rank`, then least distance), and the excess over it.
+    """The controls, that which is hardest to beat first, and the excess over it.
 
     p is the largest of all controls, since a claim asks that every one is beaten. So is p_opposite: a value between two
     controls is not beyond both on the other side.
     """
-    every = sorted(
-        (excess(rule, value, interval, null, clusters) for null in nulls), key=lambda x: (-x.rank, x.distance)
-    )
-    p, opposite = (max(getattr(x.excess, name) for x in every) for name in ("p", "p_opposite"))
-    hardest = replace(every[0].excess, p=p, p_opposite=opposite)
+    every = sorted((excess(rule, value, interval, null, clusters) for null in nulls), key=lambda one: one[2])
+    controls, found, _ = zip(*every, strict=True)
     if rule.equivalence:
-        hardest = _equivalence(rule, value, interval, nulls, clusters)
-    return tuple(x.control for x in every), hardest
+        return controls, _equivalence(rule, value, interval, nulls, clusters)
+    return controls, replace(found[0], p=max(x.p for x in found), p_opposite=max(x.p_opposite for x in found))
 
 
-def excess(rule: Claim, value: float, interval: Interval, null: Null, clusters: int) -> Ranked:
+def excess(
+    rule: Claim, value: float, interval: Interval, null: Null, clusters: int
+) -> tuple[Control, Excess, tuple[float, float]]:
     """Compare the value with one control.
 
     On the rule's scale g, with e the standard error of g(value) from its interval (with the interval's degrees of
@@ -197,8 +179,15 @@ def excess(rule: Claim, value: float, interval: Interval, null: Null, clusters: 
     (1947) and Satterthwaite (1946). For `noisy` draws s^2 contains e^2 already, so the variance is max(e^2, s^2) + s^2
     / m. A control without draws has s = 0. If the control is the `mean` of m trainings, s^2 / m replaces s^2 (1 + 1 /
     m): Welch's test. The same error applies to the distance from c to the declared effect. An interval that is not
-    symmetric on g has two errors; each comparison takes the one on its side. Raises UserError: a value or a draw has no
-    logarithm, on the scale "log".
+    symmetric on g has two errors; each comparison takes the one on its side.
+
+    Returns:
+        The control, the excess over it, and the key that sorts the control that is hardest to beat first: minus p, then
+        t. Of a permutation at the floor of its p (no order reaches the value) it is the p of the distance where that is
+        smaller: 199 orders give no p below .005, which says nothing of how near they come.
+
+    Raises:
+        UserError: a value or a draw has no logarithm, on the scale "log".
     """
     from scipy.special import stdtrit
 
@@ -232,7 +221,6 @@ def excess(rule: Claim, value: float, interval: Interval, null: Null, clusters: 
     step = sign * (float(on_scale(rule.end(centre), scale)) - middle) if room else 0.0
     difference = (null.difference.low, null.difference.high) if null.difference else None
     control = Control(null.name, null.draws, centre, null.low, null.high, max(p, LEAST_P), difference)
-    planned = _effect_and_noise(rule, value, span, null, units, step, near, far)
     found = Excess(
         p=max(p, LEAST_P),
         p_excluded=max(far_error.tail(step - distance, rounding), LEAST_P),
@@ -240,10 +228,10 @@ def excess(rule: Claim, value: float, interval: Interval, null: Null, clusters: 
         hurdle=hurdle,
         room=room,
         averaged=null.mean,
-        setting=_setting(*planned, spread, null, clusters),
+        setting=_setting(rule, value, span, null, clusters, step, (near, far), spread),
     )
     relative = distance / error.size if error.size else math.copysign(math.inf, distance) if distance else 0.0
-    return Ranked(null, control, found, rank, relative)
+    return control, found, (-rank, relative)
 
 
 @dataclass(frozen=True)
@@ -333,34 +321,36 @@ def _errors(value: float, null: Null, span: Interval, units: int | float, scale:
     return reach(span.low), reach(span.high)
 
 
-def _effect_and_noise(
-    rule: Claim, value: float, span: Interval, null: Null, units: float, step: float, near: float, far: float
-) -> tuple[float, float]:
-    """The declared effect and the error for which the number of clusters is planned.
+def _setting(
+    rule: Claim,
+    value: float,
+    span: Interval,
+    null: Null,
+    clusters: int,
+    step: float,
+    errors: tuple[float, float],
+    spread: float,
+) -> Setting:
+    """Noise of one cluster and spread of the draws in units of the effect's step on the scale.
 
     |rho| near 0 has no room below it: the error on that side is not that of other samples; the longer side is taken.
     A control without draws, as of permutations, is compared on Fisher's scale, since the folded scale is steep at 0.
-    """
-    if rule.scale != "folded" or null.difference:
-        return step, near
-    if null.sample or not step:
-        return step, max(near, far)
-    centre, end = (float(on_scale(x, "fisher")) for x in (null.centre, rule.end(null.centre)))
-    return abs(end - centre), max(_errors(value, null, span, units, "fisher"))
-
-
-def _setting(step: float, noise: float, spread: float, null: Null, clusters: int) -> Setting:
-    """Noise of one cluster and spread of the draws in units of the effect's step on the scale.
 
     A `Setting` takes spread sqrt(1 + 1 / m) as the error of a control of m draws. If the control is their mean, the
     spread is divided by sqrt(m + 1), which makes that error spread / sqrt(m).
     """
+    noise, m = errors[0], len(null.sample)
+    if rule.scale == "folded" and not null.difference:
+        noise = max(errors)
+        if not m and step:
+            centre, end = (float(on_scale(x, "fisher")) for x in (null.centre, rule.end(null.centre)))
+            step, noise = abs(end - centre), max(_errors(value, null, span, span.units or clusters, "fisher"))
     if step <= 0 or not math.isfinite(noise):
         return Setting(0.0, 0.0, 0)
-    if null.noisy and null.sample:
-        return Setting(noise * clusters**0.5 / step, max(spread**2 - noise**2, 0.0) ** 0.5 / step, null.draws, True)
-    m = len(null.sample)
-    return Setting(noise * clusters**0.5 / step, spread / step / (math.sqrt(m + 1) if null.mean else 1), m)
+    of_cluster = noise * clusters**0.5 / step
+    if null.noisy and m:
+        return Setting(of_cluster, max(spread**2 - noise**2, 0.0) ** 0.5 / step, null.draws, True)
+    return Setting(of_cluster, spread / step / (math.sqrt(m + 1) if null.mean else 1), m)
 
 
 def _equivalence(rule: Claim, value: float, interval: Interval, nulls: Sequence[Null], clusters: int) -> Excess:

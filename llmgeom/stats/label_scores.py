@@ -25,7 +25,6 @@ METRICS: dict[str, str] = {"binary": "AUROC", "classes": "balanced accuracy", "n
 BINS = 10
 LEAST_ORDERS = 100
 TRIES = 20  # attempts to draw an order of clusters that leaves every class in two folds
-CHANCE = {"binary": 0.5, "number": 0.0}  # for classes it is 1 / classes
 
 
 def coded(kind: Kind, label: Shaped[np.ndarray, " row"], classes: Sequence | None = None) -> Columns:
@@ -87,7 +86,7 @@ def classified(truth: Float[np.ndarray, "row class"], prediction: Float[np.ndarr
 
 def chance(kind: Kind, columns: int) -> float:
     """The score of uninformative predictions."""
-    return CHANCE.get(kind, 1 / columns)
+    return {"binary": 0.5, "number": 0.0, "classes": 1 / columns}[kind]
 
 
 def bounds(kind: Kind) -> tuple[float, float]:
@@ -203,17 +202,15 @@ def few_orders(label: Shaped[np.ndarray, " row"], cluster: Shaped[np.ndarray, " 
     for rows, value in zip(groups, values, strict=True):
         shares = tuple(sorted((name, n / len(value)) for name, n in Counter(value).items()))
         exchangeable.setdefault(0 if fold is None else int(fold[rows[0]]), []).append(shares)
-    if sum(map(_log_orders, [*values, *exchangeable.values()])) >= math.log(LEAST_ORDERS) - 1e-6:
+    orders = 0.0  # log of their number; the number itself takes minutes for a million rows
+    for some in [*values, *exchangeable.values()]:
+        orders += math.lgamma(len(some) + 1) - sum(math.lgamma(count + 1) for count in Counter(some).values())
+    if orders >= math.log(LEAST_ORDERS) - 1e-6:
         return ""
     return (
         f"the label can be put in fewer than {LEAST_ORDERS} different orders over {len(groups)} clusters"
         f"{' in 5 folds' * (fold is not None)}, too few for a permutation null: add clusters of every class"
     )
-
-
-def _log_orders(values: Sequence) -> float:
-    """log of the number of different orders of these values; the number itself takes minutes for a million rows."""
-    return math.lgamma(len(values) + 1) - sum(math.lgamma(count + 1) for count in Counter(values).values())
 
 
 # ---- probabilities of answers ----------------------------------------------------------------------------------------

@@ -146,18 +146,12 @@ def intrinsic_dimension(x: Float[np.ndarray, "row coordinate"], clusters: Cluste
     names = set(np.asarray(clusters).tolist())
     x = standardised(x)
     x = standardised(x[independent(distances(x), clusters)])
-    estimates, theirs = distances(x), distances(matched_gaussian(x, draws, seed))
-    return Dimension(
-        twonn=float(twonn(estimates)),
-        gaussian=twonn(theirs),
-        points=len(x),
-        coinciding=len(names) - len(x),
-        error=_halved_error(estimates, seed),
-    )
-
-
-def _halved_error(distance: np.ndarray, seed: int) -> float:
-    """Standard deviation of log TwoNN over random halves of the points."""
-    rng, n = np.random.default_rng([seed, 13]), len(distance)
+    own, n, rng = distances(x), len(x), np.random.default_rng([seed, 13])
     halves = np.stack([rng.permutation(n)[: n // 2] for _ in range(HALVES)])
-    return float(np.log(twonn(distance[halves[:, :, None], halves[:, None]])).std())
+    return Dimension(
+        twonn=float(twonn(own)),
+        gaussian=twonn(distances(matched_gaussian(x, draws, seed))),
+        points=n,
+        coinciding=len(names) - n,
+        error=float(np.log(twonn(own[halves[:, :, None], halves[:, None]])).std()),
+    )

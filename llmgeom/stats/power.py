@@ -47,37 +47,33 @@ class Setting:
     sides: int = 1
 
     def power(self, clusters: int) -> float:
-        """Probability of "holds" where the effect is as declared; of an equivalence claim, where there is none."""
-        if clusters < LEAST_CLUSTERS or 0 < self.draws < LEAST_DRAWS:
+        """Probability of "holds" where the effect is as declared; of an equivalence claim, where there is none.
+
+        For noisy draws the rule takes the larger of two variance estimates: P is then a mean over 500 pairs of
+        estimates, the same in every call.
+        """
+        from scipy.special import ndtr, stdtrit
+
+        m, noisy = self.draws, self.noisy and self.draws > 0
+        if clusters < LEAST_CLUSTERS or 0 < m < LEAST_DRAWS:
             return 0.0
+        # The variances of the value, by its interval, and of the draws.
         error, spread = self.noise**2 / clusters, self.spread**2 + self.noisy * self.noise**2 / clusters
-        power = _holds(1.0, error, spread, clusters, self)
+        noise, others = np.asarray(error), np.asarray(spread * (1 + 1 / m) if m else 0.0)
+        if noisy:
+            chi_own, chi_drawn = _chi_squares(clusters - 1, m - 1)
+            noise, drawn = error * chi_own, spread * chi_drawn
+            noise, others = np.where(drawn >= noise, [0 * noise, drawn * (1 + 1 / m)], [noise, drawn / m])
+        whole = noise + others
+        if not np.all(whole > 0):
+            return 1.0
+        degrees = whole**2 / (noise**2 / (clusters - 1) + others**2 / max(m - 1, 1))
+        quantile = -stdtrit(degrees, ALPHA / self.claims)
+        if noisy:
+            power = float(ndtr((1 - quantile * np.sqrt(whole)) / math.sqrt(spread * (1 + 1 / m))).mean())
+        else:
+            power = float(ndtr((1 / np.sqrt(whole) - quantile) / np.sqrt(1 + quantile**2 / (2 * degrees))))
         return max(0.0, 2 * power - 1) if self.sides == 2 else power
-
-
-def _holds(step: float, error: float, spread: float, clusters: int, setting: Setting) -> float:
-    """P(holds) for an effect of `step`, from the variances of the value (by its interval) and of the draws.
-
-    For noisy draws the rule takes the larger
-    of two variance estimates: P is then a mean over 500 pairs of estimates, the same in every call.
-    """
-    from scipy.special import ndtr, stdtrit
-
-    m = setting.draws
-    noise, others = np.asarray(error), np.asarray(spread * (1 + 1 / m) if m else 0.0)
-    if setting.noisy and m:
-        chi_own, chi_drawn = _chi_squares(clusters - 1, m - 1)
-        noise, drawn = error * chi_own, spread * chi_drawn
-        noise, others = np.where(drawn >= noise, [0 * noise, drawn * (1 + 1 / m)], [noise, drawn / m])
-    whole = noise + others
-    if not np.all(whole > 0):
-        return float(step > 0)
-    degrees = whole**2 / (noise**2 / (clusters - 1) + others**2 / max(m - 1, 1))
-    quantile = -stdtrit(degrees, ALPHA / setting.claims)
-    if setting.noisy and m:
-        actual = math.sqrt(spread * (1 + 1 / m))
-        return float(ndtr((step - quantile * np.sqrt(whole)) / actual).mean())
-    return float(ndtr((step / np.sqrt(whole) - quantile) / np.sqrt(1 + quantile**2 / (2 * degrees))))
 
 
 @cache

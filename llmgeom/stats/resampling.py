@@ -291,15 +291,9 @@ def band(null_values: Draws, ends: Literal["both", "upper"] = "both") -> tuple[f
     Raises:
         UserError: for no draws or a draw that is not finite.
     """
-    low, high = band_ends(null_draws(null_values)[:, None], ends)
-    return float(low[0]), float(high[0])
-
-
-def band_ends(null: np.ndarray, ends: Literal["both", "upper"]) -> tuple[np.ndarray, np.ndarray]:
-    """The order statistics of `band`, over the first axis."""
-    ordered, m = np.sort(null, axis=0), len(null)
-    out = max((m + 1) // (40 if ends == "both" else 20) - 1, 0)
-    return ordered[0 if ends == "upper" else out], ordered[m - 1 - out]
+    ordered = np.sort(null_draws(null_values))
+    out = max((len(ordered) + 1) // (40 if ends == "both" else 20) - 1, 0)
+    return float(ordered[0 if ends == "upper" else out]), float(ordered[len(ordered) - 1 - out])
 
 
 def plus_one(as_extreme: np.ndarray) -> np.ndarray:

@@ -86,11 +86,6 @@ def random_cosine(dim: int) -> float:
     return math.exp(math.lgamma(dim / 2) - math.lgamma((dim + 1) / 2)) / math.sqrt(math.pi)
 
 
-def centred(x: Float[Any, "*set vector coordinate"]) -> Float[Any, "*set vector coordinate"]:
-    """Each vector minus the mean of its set."""
-    return x - x.mean(-2)[..., None, :]
-
-
 def cosines(x: Float[Any, "*set vector coordinate"], centre: bool = False) -> Float[Any, "*set vector vector"]:
     """|cosine| of every two vectors of a set (0-1), after subtracting their mean if `centre`.
 
@@ -109,7 +104,7 @@ def cosines(x: Float[Any, "*set vector coordinate"], centre: bool = False) -> Fl
         at = np.argwhere(~np.isfinite(_host(x)))[0]
         raise UserError(f"vector {at[-2]} holds {_host(x)[tuple(at)]}; a cosine needs finite numbers")
     if centre:
-        x = centred(x)
+        x = x - x.mean(-2)[..., None, :]
     length = _lengths(x) if centre else before
     largest = before.amax(-1) if hasattr(before, "amax") else before.max(-1)
     short = length <= NOTHING * largest[..., None]

@@ -17,7 +17,7 @@ from llmgeom.stats.resampling import (
     Clusters,
     Draws,
     Interval,
-    band_ends,
+    band,
     jackknife,
     jackknife_interval,
     null_draws,
@@ -91,8 +91,7 @@ def correlation_test(
     moved = residual[permute_clusters(np.random.default_rng(seed), clusters, n_permutations)]
     null = np.abs(moved @ ranks) / np.sqrt((1 - np.square(moved @ basis).sum(1)).clip(TIE))
     value = abs(float(ranks @ residual))
-    high = float(band_ends(null[:, None], "upper")[1][0])
-    return Test(value, float(plus_one(null >= value - TIE)), high, n, count)
+    return Test(value, float(plus_one(null >= value - TIE)), band(null, "upper")[1], n, count)
 
 
 def correlation_interval(

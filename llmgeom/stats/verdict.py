@@ -88,7 +88,7 @@ def word(h: Judged) -> tuple[Word, str]:
     beaten, excluded, opposite = (_p(p, h.among) for p in h.adjusted)
     holds, rules_out, reverses = (p < ALPHA for p in h.adjusted)
     way, other = ("above", "below") if h.rule.side == "upper" else ("below", "above")
-    value, effect, where = (_difference(h) if h.paired else _interval(h)), _effect(h), _against(h)
+    value, effect, where = _value(h), _effect(h), _against(h)
     if h.lacks:
         return "open", "; ".join(h.lacks)
     if h.rule.equivalence:
@@ -107,7 +107,10 @@ def word(h: Judged) -> tuple[Word, str]:
     if holds:
         said = f"{value} lies {way} {where}, {beaten}"
         if not h.excess.room:
-            return "small", f"{said}; there is no room for the claimed effect: this metric cannot reach {_end(h):.3g}"
+            return (
+                "small",
+                f"{said}; there is no room for the claimed effect: this metric cannot reach {h.rule.end(h.centre):.3g}",
+            )
         if h.excess.p_excluded < ALPHA:
             return "small", f"{said}; the claimed effect ({effect}) is excluded, p = {h.excess.p_excluded:.2g}"
         return "holds", said
@@ -133,7 +136,8 @@ def because(h: Judged, counts: str = "clusters") -> str:
         return f"too few draws of the control: {few}, at least {LEAST_DRAWS} are needed; raise --control-models"
     if not h.rule.equivalence and not excess.room:
         where = "above" if h.rule.side == "upper" else "below"
-        return f"no room {where} the control: this metric cannot reach {_end(h):.3g}; a smaller effect is not shown"
+        end = f"this metric cannot reach {h.rule.end(h.centre):.3g}"
+        return f"no room {where} the control: {end}; a smaller effect is not shown"
     if not h.rule.equivalence and excess.p_excluded < ALPHA:
         alone = f"of {_effect(h)}, p = {excess.p_excluded:.2g} for this claim alone"
         if h.p >= BEATEN_P:
@@ -168,25 +172,21 @@ def _p(p: float, claims: int) -> str:
     return f"p = {p:.2g} by Holm over {claims} claim{'s' * (claims > 1)}"
 
 
-def _end(h: Judged) -> float:
-    return h.rule.end(h.centre)
-
-
 def _effect(h: Judged) -> str:
     added = f"{h.centre:.3g} {'+' if h.rule.side == 'upper' else '-'} "
     return f"{added * (not h.paired)}{h.rule.effect:.3g}"
 
 
-def _interval(h: Judged) -> str:
+def _value(h: Judged) -> str:
+    """The value with its interval; beside a control on the same prompts the difference, which varies less."""
+    if h.paired:
+        interval = "[{:.3g}, {:.3g}]".format(*h.difference)
+        return (
+            f"the difference from {h.null} ({h.centre:.3g}) on the same prompts, {h.value - h.centre:.3g} {interval},"
+        )
     if h.high - h.low >= -NO_END:
         return f"{h.value:.3g}, which has no interval,"
     return f"{h.value:.3g} [{h.low:.3g}, {h.high:.3g}]"
-
-
-def _difference(h: Judged) -> str:
-    """Value minus control on the same prompts, which varies less than the value alone."""
-    interval = "[{:.3g}, {:.3g}]".format(*h.difference)
-    return f"the difference from {h.null} ({h.centre:.3g}) on the same prompts, {h.value - h.centre:.3g} {interval},"
 
 
 def _against(h: Judged) -> str:
