@@ -282,8 +282,8 @@ def axis() -> list[str]:
         )
     return [
         *prose(
-            f"Without PC1 of the last layer's values (`llmgeom ablate`, records `smollm2_ablate`, `gemma_ablate`; 37 prompts) the next "
-            f"token changes by a KL in bits of {' and '.join(shown)}, no more than by equal random edits."
+            f"Without PC1 of the last layer's values (`llmgeom ablate`, records `smollm2_ablate`, `gemma_ablate`; "
+            f"37 prompts) the next token changes by a KL in bits of {' and '.join(shown)}, no more than by equal random edits."
         ),
     ]
 
@@ -306,7 +306,9 @@ def weighed() -> list[str]:
 
 def induction() -> list[str]:
     """Heads on repeated random tokens."""
-    lead = "Random tokens, repeated; intervals over 8 sequences (`llmgeom heads`; records `smollm2_heads`, `gemma_heads`):"
+    lead = (
+        "Random tokens, repeated; intervals over 8 sequences (`llmgeom heads`; records `smollm2_heads`, `gemma_heads`):"
+    )
     return [lead, "", *heads("smollm2"), *heads("gemma"), ""]
 
 
@@ -364,6 +366,10 @@ def believed() -> list[str]:
 def regulated() -> list[str]:
     """The entropy axis and the unembedding's near-null space."""
     body, every = neurons(), [metrics(f"{model}_neurons") for model in MODELS]
+    frozen = [
+        [number(found[f"residual ridge: {how}"]["value"], ".2f") for how in ("frozen", "free")] for found in every
+    ]
+    ridges = " and ".join(f"{less} instead of {free}" for less, free in frozen)
     parts = [value(found[LEAST + ": by the norm"], ".2f") for found in every]
     return [
         "## Entropy neurons",
@@ -378,14 +384,16 @@ def regulated() -> list[str]:
             said(
                 "**In both models entropy is readable where the unembedding reads least**, along the ridge axis of the "
                 "residual stream; removed from the values, an axis moves entropy less than random directions do. **No "
-                "part of the norm is seen** there: with its scale frozen the change is no smaller, and of the 16 "
-                f"neurons of the largest null share its part is {parts[0]} and {parts[1]}. Not excluded: that all "
-                "directions along which streams vary lie there.",
+                "part of the norm is certain**: with its scale frozen the value axes do no less, and the residual "
+                f"stream's ridge axis moves it by {ridges} bits, within the intervals; of the 16 neurons of the "
+                f"largest null share the norm's part is {parts[0]} and {parts[1]}. Not excluded: that all directions along which streams "
+                "vary lie there.",
                 *(found[f"{of}: null share"]["value"] > found[f"{of}: null share"]["control_high"]
                   for of in AXES for found in every),
                 *(found["residual ridge: |rho| with entropy"]["low"] > 0 for found in every),
                 *(apart(found[f"value {of}: free"]) == -1 for of in ("pc1", "ridge") for found in every),
-                *(found["value ridge: frozen"]["high"] > found["value ridge: free"]["low"] for found in every),
+                *(found[f"{of} ridge: frozen"]["high"] > found[f"{of} ridge: free"]["low"]
+                  for of in ("value", "residual") for found in every),
                 *(found[LEAST + ": by the norm"]["low"] < 0 for found in every),
             )
         ),
