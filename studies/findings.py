@@ -283,8 +283,8 @@ def axis() -> list[str]:
     return [
         *prose(
             f"Without PC1 of the last layer's values (`llmgeom ablate`, records `smollm2_ablate`, `gemma_ablate`; "
-            f"37 prompts) the next token changes by a KL in bits of {' and '.join(shown)}, no more than by equal random "
-            "edits."
+            f"37 prompts) the next token changes by a KL in bits of {' and '.join(shown)}, no more than by equal "
+            "random edits."
         ),
     ]
 
@@ -387,8 +387,8 @@ def regulated() -> list[str]:
                 "residual stream; removed from the values, an axis moves entropy less than random directions do. **No "
                 "part of the norm is certain**: with its scale frozen the value axes do no less, and the residual "
                 f"stream's ridge axis moves it by {ridges} bits, within the intervals; of the 16 neurons of the "
-                f"largest null share the norm's part is {parts[0]} and {parts[1]}. Not excluded: that all directions along "
-                "which streams vary lie there.",
+                f"largest null share the norm's part is {parts[0]} and {parts[1]}. Not excluded: that all directions "
+                "along which streams vary lie there.",
                 *(found[f"{of}: null share"]["value"] > found[f"{of}: null share"]["control_high"]
                   for of in AXES for found in every),
                 *(found["residual ridge: |rho| with entropy"]["low"] > 0 for found in every),
