@@ -216,7 +216,7 @@ def prose(text: str) -> list[str]:
 def four() -> list[str]:
     """What the two models say of the four predictions."""
     every = {model: [claimed(model, claim) for claim in PREDICTED] for model in MODELS}
-    (plane, order, gain, keys, focus, rest, used, _), (plane2, order2, _, keys2, focus2, rest2, used2, _) = (
+    (plane, order, gain, keys, focus, rest, used, _), (plane2, order2, gain2, keys2, focus2, rest2, used2, _) = (
         every.values()
     )
     layers = [one for name, one in metrics("smollm2_seed0").items() if name.startswith("[mixed]pc12, layer")]
@@ -230,10 +230,11 @@ def four() -> list[str]:
     flat = said(
         f"**Values lie near no plane**: PC1 and PC2 have {number(plane['value'], '.0%')} and "
         f"{number(plane2['value'], '.0%')} of the variance, no more than controls, and one domain flattens "
-        f"SmolLM2's no further. Its first layer has the largest share of all, {number(layers[0]['value'], '.2f')} "
-        f"(`smollm2_seed0`), and an untrained copy the same, {number(layers[0]['control_high'], '.2f')}: the tokens'.",
+        f"SmolLM2's no further, Gemma's by {number(gain2['value'], '.2f')}: open. SmolLM2's first layer has the largest "
+        f"share of all, {number(layers[0]['value'], '.2f')} (`smollm2_seed0`), and an untrained copy the same, "
+        f"{number(layers[0]['control_high'], '.2f')}: the tokens'.",
         *(apart(one) < 1 and one["value"] < one["control_high"] for one in (plane, plane2)),
-        gain["verdict"] == "ruled out",
+        gain["verdict"] == "ruled out" and gain2["verdict"] == "open" and gain2["low"] > 0,
         plane["verdict"] == "ruled out" and plane2["verdict"] == "open",
         layers[0]["value"] == max(one["value"] for one in layers),
         abs(layers[0]["value"] - layers[0]["control_high"]) < 0.005,
