@@ -230,8 +230,8 @@ def four() -> list[str]:
     flat = said(
         f"**Values lie near no plane**: PC1 and PC2 have {number(plane['value'], '.0%')} and "
         f"{number(plane2['value'], '.0%')} of the variance, no more than controls, and one domain flattens "
-        f"SmolLM2's no further, Gemma's by {number(gain2['value'], '.2f')}: open. SmolLM2's first layer has the largest "
-        f"share of all, {number(layers[0]['value'], '.2f')} (`smollm2_seed0`), and an untrained copy the same, "
+        f"SmolLM2's no further, Gemma's by {number(gain2['value'], '.2f')}: open. SmolLM2's first layer has the "
+        f"largest share of all, {number(layers[0]['value'], '.2f')} (`smollm2_seed0`), and an untrained copy the same, "
         f"{number(layers[0]['control_high'], '.2f')}: the tokens'.",
         *(apart(one) < 1 and one["value"] < one["control_high"] for one in (plane, plane2)),
         gain["verdict"] == "ruled out" and gain2["verdict"] == "open" and gain2["low"] > 0,
