@@ -40,7 +40,7 @@ HEAVY = 10_000_000  # bytes
 LEADING = (  # curves above the fold: probe, quantity
     ("attention_focus", "normalised"), ("belief_readout", "missed"), ("process", "accuracy"), ("process", "exact"),
     ("sula_belief", "along"), ("ablation_pc1", "kl"), ("ablation_ridge", "kl"), ("ablation_control", "odds"),
-    ("blocks_mean", "mlp"), ("blocks_mean", "block"),
+    ("blocks_mean", "mlp"), ("blocks_mean", "block"), ("text_patching", "mark"), ("text_patching", "last"),
 )  # fmt: skip
 # Ids that the templates write themselves.
 OWN = frozenset({

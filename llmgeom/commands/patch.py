@@ -69,8 +69,8 @@ class RunConfig(config.ChatConfig):
     )
     exact: bool = flag(
         False,
-        "With --process: patch every position of every layer. By default, of more than 60, the 24 largest by gradients "
-        "and 24 others at random.",
+        "With --process: patch controls at every layer, too, not at eight, and every edge of attention, not the 24 "
+        "largest by gradients.",
     )
     nulls: int = config.draws_flag("Untrained copies")
     batch_tokens: int = flag(4096, "Tokens that run at the same time.", least=1, most=LARGEST_SEED)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.interpolate import interp1d
 from torch import Tensor
 
 from llmgeom.claims import declared, layer_band
@@ -32,12 +33,11 @@ from llmgeom.probes.interventions.intervention import (
     gradients,
     priced,
     rescaled,
-    two_stages,
 )
 from llmgeom.probes.interventions.text_pairs import ROLES, TextPairs
 from llmgeom.probes.shared.nulls import compare, mean_of
 from llmgeom.progress import tell
-from llmgeom.result import Figure, Result, labelled, line
+from llmgeom.result import SENTENCE, Figure, Result, labelled, line
 from llmgeom.stats.resampling import LEAST_CLUSTERS, band, interval_ends, jackknife, mean_intervals
 
 PROBE = "text_patching"
@@ -48,6 +48,7 @@ PLACES = (MARK, LAST)  # roles at which random directions of equal size are patc
 LEAST_SHIFT = 0.05  # bits: shares of a smaller total effect are not computed
 LEAST_SHARE = 0.1  # of the total effect: positions and edges with a smaller share are not followed
 MOST_EDGES = 12  # the largest edges
+CONTROLLED = 8  # layers at which random directions and equal evidence are patched; their effects change little by layer
 OF_COPY = 40  # prompts on which an untrained copy is read
 EDGES = (*((MARK, role) for role in range(1, len(ROLES))), *((role, LAST) for role in range(1, LAST)))
 # Around the shift by a patch at one position.
@@ -189,50 +190,52 @@ def effects(exchange: Exchange, *, layers: Sequence[int], draws: int, seed: int,
     """Effects of each patch in one model, in bits towards the exact answer.
 
     Args:
-        exact: Patch every position of every layer, not the largest and a sample as in `two_stages`, whose controls and
-            equal evidence are then estimated where their position is.
+        exact: Patch controls and equal evidence at every layer, too, not at those of `of_controls` alone, between which
+            they lie on straight lines.
 
     Returns:
         total [prompt]; cells [layer role prompt]; equal [layer prompt], 0 if a prompt has no other observation with its
         mark; "same size" [layer place draw prompt], and along a direction "same variance", each if every layer and
-        place has such controls; of two stages edited and off [layer role]; and the arrays of `edges`.
+        place has such controls; and the arrays of `edges`.
     """
     total, cached = exchange.total(), lru_cache(4)(lambda layer, role: exchange.controls(layer, role, draws, seed))
-    grid = [(layer, role) for layer in layers for role in range(len(ROLES))]
+    some = [*layers] if exact else of_controls(layers)
     kinds = [SIZE]
-    if exchange.along is not None and all(VARIANCE in cached(*at) for at in grid if at[1] in PLACES):
+    if exchange.along is not None and all(VARIANCE in cached(layer, role) for layer in some for role in PLACES):
         kinds.append(VARIANCE)
 
     def drawn(layer: int, role: int, kind: str, draw: int) -> Tensor:
         return cached(layer, role)[kind][draw]
 
-    groups: list[list[Intervention]] = []
-    for layer, role in grid:
+    every: list[Intervention] = []
+    for layer, role in [(layer, role) for layer in layers for role in range(len(ROLES))]:
         patch = partial(exchange.patch, ("residual", layer), role)
-        groups.append([patch(partial(exchange.step, layer, role), "cells")])
-        if role in PLACES:
-            groups[-1] += [
-                patch(partial(drawn, layer, role, kind, draw), kind) for kind in kinds for draw in range(draws)
-            ]
-        if role == MARK:
-            groups[-1].append(patch(partial(exchange.equal, layer), "equal"))
-    every, rough, found = [one for group in groups for one in group], None, Effects()
-    if not exact and len(groups) > EVERY:
-        rough = gradients(lambda: exchange.rough(every), exchange.subject)
-    if rough is None:
-        shift = exchange.runner.measure(every, "patches")["shift"]
-    else:
-        made = two_stages(exchange.runner, groups, rough, "shift", seed=seed, stage="patches")
-        shift, found = made["shift"], {name: made[name].reshape(len(layers), -1) for name in ("edited", "off")}
-    named = {name: shift[[one.name == name for one in every]] for name in ("cells", "equal", *kinds)}
-    found |= {kind: named[kind].reshape(len(layers), len(PLACES), draws, -1) for kind in kinds}
-    cells = named["cells"].reshape(len(layers), len(ROLES), -1)
-    found |= {"total": total, "equal": named["equal"], "cells": cells}
+        every.append(patch(partial(exchange.step, layer, role), "cells"))
+        if role in PLACES and layer in some:
+            every += [patch(partial(drawn, layer, role, kind, draw), kind) for kind in kinds for draw in range(draws)]
+        if role == MARK and layer in some:
+            every.append(patch(partial(exchange.equal, layer), "equal"))
+    shift = exchange.runner.measure(every, "patches")["shift"]
+
+    def named(name: str, *shape: int) -> np.ndarray:
+        """[layer ...] of the patches of one name, also between the layers where they were made."""
+        x = shift[[one.name == name for one in every]].reshape(-1, *shape, shift.shape[1])
+        return x if len(x) == len(layers) else np.array(interp1d(some, x, axis=0)(layers))
+
+    cells = named("cells", len(ROLES))
+    found = {kind: named(kind, len(PLACES), draws) for kind in kinds}
+    found |= {"total": total, "equal": named("equal"), "cells": cells}
     if abs(total.mean()) < LEAST_SHIFT or exchange.subject.partial({Site.ATTN_OUT}):
         return found
     carried = np.abs(cells.mean(2)) >= LEAST_SHARE * abs(total.mean())
     senders = {layer: np.flatnonzero(carried[i, :LAST]).tolist() for i, layer in enumerate(layers)}
     return found | edges(exchange, senders, total.mean(), draws, seed, exact)
+
+
+def of_controls(layers: Sequence[int]) -> list[int]:
+    """The layers at which controls are patched: about CONTROLLED of them, evenly, with the first and the last."""
+    places = np.linspace(0, len(layers) - 1, min(CONTROLLED, len(layers)))
+    return [layers[i] for i in places.round().astype(int).tolist()]
 
 
 def edges(
@@ -348,27 +351,33 @@ class TextPatchingProbe:
         if control:
             return 2 * whole * min(1, OF_COPY / n)
         tokens = [int((lengths - ((role == one) | (role == LAST)).int().argmax(1)).sum()) for one in range(len(ROLES))]
-        each = [1 + (one in PLACES) * self.draws * (1 + bool(self.along)) + (one == MARK) for one in range(len(ROLES))]
-        staged = not self.exact and len(ROLES) * len(self.layers) > EVERY
-        some = {one: [*self.layers] for one in range(len(ROLES))}
-        if staged:  # the largest: the mark in low layers, the last token in high ones; and a sample
-            half, apart = EDITED // 2, max(1, len(ROLES) * len(self.layers) // EDITED)
-            some = {one: [*self.layers][one::apart] for one in some}
-            some[MARK] = [*self.layers[:half], *[layer for layer in some[MARK] if layer >= half]]
-            some[LAST] = [*[layer for layer in some[LAST] if layer < depth - half], *self.layers[-half:]]
-        patches = sum(
-            priced([x for x in some[one] for _ in range(each[one])], depth, tokens[one], most) for one in some
-        )
+        some = [*self.layers] if self.exact else of_controls(self.layers)
+        controls = self.draws * (1 + bool(self.along))
+        patches = 0.0
+        for one in range(len(ROLES)):
+            each = controls * (one in PLACES) + (one == MARK)
+            patches += priced([*self.layers, *[x for x in some for _ in range(each)]], depth, tokens[one], most)
         writes = len(self.layers) / depth * tokens[MARK] * (LAST + 2)
+        staged = not self.exact and len(EDGES) * len(self.layers) > EVERY
         follow = EDITED if staged else len(EDGES) * len(self.layers)
         every = [self.layers[i * len(self.layers) // follow] for i in range(follow)] + [
             self.layers[i * len(self.layers) // MOST_EDGES] for i in range(MOST_EDGES) for _ in range(1 + self.draws)
         ]
-        return 5 * whole + patches + writes + priced(every, depth, sum(tokens) / len(tokens), most) + 6 * staged * whole
+        return 5 * whole + patches + writes + priced(every, depth, sum(tokens) / len(tokens), most) + 3 * staged * whole
 
     def measure(self, data: ProbeInput) -> Result:
         """Total effect and heat map. Raises UserError for fewer than 5 clusters."""
-        return measure_patching(data.observations, data.control_observations, self.pairs, self.layers, bool(self.along))
+        found = measure_patching(
+            data.observations, data.control_observations, self.pairs, self.layers, bool(self.along)
+        )
+        some = [*self.layers] if self.exact else of_controls(self.layers)
+        if len(some) == len(self.layers):
+            return found
+        said = (
+            f"random directions and equal evidence are patched at layers {', '.join(map(str, some))}, and lie on "
+            "straight lines between these; --exact patches them at every layer"
+        )
+        return replace(found, notes=(*found.notes, said))
 
 
 def measure_patching(
@@ -404,18 +413,17 @@ def measure_patching(
     cells = effect["cells"]
     kinds = {kind: effect[kind].mean(-1) for kind in (SIZE, VARIANCE) if kind in effect}  # [layer place draw]
     random = [layer_band({kind: draws[:, place].T for kind, draws in kinds.items()}) for place in range(2)]
-    off = effect.get("off", np.zeros(cells.shape[:2]))[..., None]
 
-    def curve_of(
-        name: str, meaning: str, values: np.ndarray, role: int, null: Any, of: np.ndarray, beside: str
-    ) -> dict:
-        mean = values.mean(1)[:, None]
-        ends = mean + np.hypot(mean_intervals(values, of) - mean, 2 * off[:, role]) * [-1, 1]
-        return line(name, mean[:, 0], "layer", "bits", meaning, interval=(SETS, ends), null=(BAND, null), beside=beside)
+    def curve_of(name: str, meaning: str, values: np.ndarray, null: Any, of: np.ndarray, beside: str) -> dict:
+        ends = mean_intervals(values, of)
+        return line(
+            name, values.mean(1), "layer", "bits", meaning, interval=(SETS, ends), null=(BAND, null), beside=beside
+        )
 
     twin = (pairs.equal >= 0).numpy()
     has_equal = len(set(clusters[twin])) >= LEAST_CLUSTERS
-    mark, last, mean, notes, warnings = cells[:, MARK], cells[:, LAST], total.mean(), [], []
+    mark, last, mean = cells[:, MARK], cells[:, LAST], total.mean()
+    notes, warnings, facts = [], [], {}
     if abs(mean) < LEAST_SHIFT:
         notes.append(f"the answers do not follow the evidence: the total effect is {mean:.3g} bits")
     else:
@@ -424,12 +432,21 @@ def measure_patching(
             f"layer {layer}: {ROLES[row.argmax()]} {row.max():.0%}" for layer, row in zip(layers, shares, strict=True)
         ]
         notes.append("the position with the largest share of the total effect, at the input of " + "; ".join(largest))
-    if "edited" in effect:
-        count = [int((effect["edited"] == stage).sum()) for stage in (1, 2)]
-        notes.append(
-            f"patched: the {count[0]} of {cells[..., 0].size} layers and positions that are largest by gradients, and "
-            f"{count[1]} others at random; the others, with their controls, are estimated. --exact patches all"
+        whole = next(one for one in estimates if one.name == TOTAL)
+        said = (
+            f"Another mark moves the log odds of the answer by {whole.value:.1f} bits [{whole.low:.1f}, "
+            f"{whole.high:.1f}] (n = {whole.clusters} {SETS})"
         )
+        held = [
+            f"{where} {layers[half[end]]}{then}"
+            for role, end, where, then in (
+                (MARK, -1, "at the mark up to the input of layer", ""),
+                (LAST, 0, "at the last token from layer", " on"),
+            )
+            if len(half := np.flatnonzero(shares[:, role] >= 0.5))
+        ]
+        said += f". Half of that or more sits {', '.join(held)}" if held else ""
+        facts[SENTENCE] = f"{said}."
     if along:
         warnings += [NO_VARIANCE] * (VARIANCE not in kinds)
         for i, layer in enumerate(layers):
@@ -456,25 +473,20 @@ def measure_patching(
             meaning="shift of the log odds towards the counterfactual answer, patched at the input of a layer",
             **map_of,
         ),
-        "edited": labelled(
-            (effect["edited"] > 0).astype(float) if "edited" in effect else None,
-            unit="1 or 0",
-            meaning="1: measured by a patch; 0: estimated from gradients, times what patches of a sample give",
-            **map_of,
-        ),
         "total": labelled(np.full(len(layers), mean), "layer", "bits", "total effect, the same for every layer"),
-        **curve_of("mark", at.format("changed mark"), mark, MARK, random[0], clusters, "total"),
-        **curve_of("last", at.format("last token"), last, LAST, random[1], clusters, "total"),
+        **curve_of("mark", at.format("changed mark"), mark, random[0], clusters, "total"),
+        **curve_of("last", at.format("last token"), last, random[1], clusters, "total"),
     }
     if has_equal:
         meaning = "shift by equal evidence: the residual of another observation with the same mark"
-        arrays |= curve_of("equal", meaning, effect["equal"][:, twin], MARK, None, clusters[twin], "")
+        arrays |= curve_of("equal", meaning, effect["equal"][:, twin], None, clusters[twin], "")
     return Result.of(
         "Interchange of evidence in text",
         arrays | edges,
         __name__,
         estimates=tuple(estimates),
         ticks={"layer": tuple(layers), "position": ROLES} | ({"edge": names} if names else {}),
+        facts=facts,
         notes=tuple(notes),
         warnings=tuple(warnings),
         unmeasured=unmeasured,
