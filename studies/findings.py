@@ -166,7 +166,7 @@ def neurons() -> list[str]:
     kinds = ("|rho| with entropy", "null share", "free", "frozen")
     body = [
         [f"{name}, {MODELS[model]}", *(cell(metrics(f"{model}_neurons").get(f"{name}: {kind}")) for kind in kinds)]
-        for name in AXES
+        for name in ("value pc1", "residual ridge")  # the others are stored, too
         for model in MODELS
         if metrics(f"{model}_neurons")
     ]
@@ -332,6 +332,8 @@ def believed() -> list[str]:
     beyond = {name: spread(run["numbers"]["beyond all rivals"]) for name, run in found.items()}
     known, taught, asked = (beyond[name] for name in ("a tunnel, mess3", "a tunnel, slow", "SmolLM2, slow"))
     slow = found["SmolLM2, slow"]
+    others = [run["numbers"]["beyond all rivals"] for run in stored("beliefs")["runs"]
+              if "SmolLM2" in run["model"] and run["run"].startswith("slow, ")]  # fmt: skip
     answer, control = moved(slow, "another"), slow["numbers"].get("untrained beyond all rivals")
     copy = "no untrained copy was read" if not control else f"an untrained copy {number(control[0], '.2f')}"
     return [
@@ -339,7 +341,8 @@ def believed() -> list[str]:
             said(
                 f"**mess3 cannot tell a belief from a short memory**: even a tunnel trained on it has only "
                 f"{value(known, '.2f')} beyond all rivals. **The slow chain can**: there a tunnel has "
-                f"{value(taught, '.2f')} and SmolLM2 {value(asked, '.2f')} ({copy}). **SmolLM2's answer does not move "
+                f"{value(taught, '.2f')} and SmolLM2 {value(asked, '.2f')} ({copy}; another seed, words, commas: "
+                f"{', '.join(number(x[0], '.2f') for x in others)}). **SmolLM2's answer does not move "
                 f"with the belief**: {value(answer, '.2f')} of the way, and ends further from the exact one than an "
                 "even answer.",
                 known["value"] < 0.1,
