@@ -20,8 +20,8 @@ import torch
 
 import llmgeom  # before torch: it sets how its libraries use threads
 from llmgeom.cli import main
+from llmgeom.commands import folders
 from llmgeom.model import running
-from llmgeom.reports import preview
 
 ENTROPIES = "entropies of a pool"
 
@@ -39,7 +39,7 @@ def measure(arguments: list[str], every: int) -> None:
     """Run a scan and print its row."""
     tokens, seconds, shown = Counter(), Counter(), []
     bare, batches = {"seconds": 0.0, "tokens": 0, "clock": 0.0}, [0]
-    one_pass, write_page = running.one_pass, preview.write_page
+    one_pass, write_page = running.one_pass, folders.write_page
 
     @torch.no_grad()
     def counted(reader, plan, members):
@@ -62,7 +62,7 @@ def measure(arguments: list[str], every: int) -> None:
         shown.append(time.monotonic())
         write_page(*given)
 
-    running.one_pass, preview.write_page = counted, written
+    running.one_pass, folders.write_page = counted, written
     begun, clock = time.process_time(), time.monotonic()
     main(["scan", *arguments], standalone_mode=False)
     spent = time.process_time() - begun - bare["seconds"]

@@ -9,18 +9,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
 from llmgeom.errors import UserError
 from llmgeom.files import digest
 from llmgeom.record import Record
-from llmgeom.reports.figures import Drawn, draw
-from llmgeom.reports.forest import Scale, Span
 from llmgeom.reports.table import labels
 from llmgeom.reports.text import columns, grid, independent, names_of, number_of, numbers, pretty, visible, wrapped
-from llmgeom.result import Estimate, Result, line
+from llmgeom.result import Estimate
 from llmgeom.stats import tests
 from llmgeom.stats.resampling import Interval, band, jackknife, permute_clusters, student_quantile
 from llmgeom.stats.similarity import alignment, cka, distance_ranks, rsa
@@ -51,6 +49,8 @@ NO_SETTING = {
 }  # fmt: skip
 OF_TRAINING = ("horizon", "corrupt")  # facts of `llmgeom grade`: which queries are scored, and against which targets
 NOTES = {
+    "tested": "p = 0: no difference; p beyond: one of a third of the declared effect or more; both by Holm over all "
+    "rows",
     "stratified": "the prompts were spread evenly over the entropy of {}: that widens its range there and favours what "
     "follows it; prompts chosen without regard to entropy (--prompts FILE) favour no model",
     "unpaired": "unpaired: from the two stored intervals as if their errors were independent; on the same prompts they "
@@ -156,9 +156,39 @@ class Comparison:
         """Plain data for JSON."""
         return asdict(self)
 
-    def lines(self) -> list[str]:
-        """Tables for a terminal, safe to print."""
-        return list(map(visible, _lines(self)))
+    def lines(self) -> Iterator[str]:
+        """Tables for a terminal, which is to spell out what is invisible (`visible`)."""
+        yield f"{self.prompts} prompts of {self.clusters} clusters, sha256 of the texts {self.texts[:12]}"
+        for pair in self.pairs:
+            yield from ("", pair.counted, *(f"- {text}" for text in pair.findings))
+            rows: list[tuple[str, ...]] = []
+            for at, d in enumerate(pair.differences):
+                if not at or d.probe != pair.differences[at - 1].probe:
+                    rows.append((f"[{d.probe}]", *[""] * 8))
+                lacking = d.verdict == "undecided" and d.clusters < d.needed and d.p_less >= ALPHA
+                verdict = d.verdict + f" (needs n >= {d.needed} {d.counts})" * lacking
+                value, low, high = numbers(d.value, d.low, d.high)
+                span = (f"{d.ours:.3g}", f"{d.theirs:.3g}", value, f"{low} to {high}", d.method)
+                rows.append((d.metric, *span, f"{d.p:.2g}", f"{d.p_within:.2g}", verdict))
+            heads = ("difference", "95 % interval", "method", "p = 0", "p beyond", "verdict")
+            yield from grid(f"{pair.record} less {pair.reference}", (pair.reference, pair.record, *heads), rows)
+            for curve in pair.curves:  # the largest, as a description: it was selected, so it is not a test
+                i = int(np.abs(curve["value"]).argmax())
+                value, low, high = numbers(*(curve[key][i] for key in ("value", "low", "high")))
+                where = f"{len(curve['value'])} {curve['axis']}s, largest at {curve['axis']} {curve['places'][i]}"
+                said = f"{value} [{low}, {high}] {curve['unit']} (of this place alone)"
+                yield f"curve {curve['probe']}.{curve['name']}: {where}, {said}"
+            yield from pair.notes
+            rows = [
+                (f"{s['probe']}: {s['of']}", f"{s['value']:.2f}", f"{s['low']:.2f} to {s['high']:.2f}",
+                 f"{s['null_low']:.2f} to {s['null_high']:.2f}", f"{s['p']:.2g}",
+                 f"{s['n']} prompts, {s['clusters']} clusters")
+                for s in pair.similarities
+            ]  # fmt: skip
+            title = f"similarity of representations, {pair.record} and {pair.reference}"
+            yield from grid(title, ("value", "95 % interval", "permuted clusters", "p", "n"), rows)
+            yield from (f"not compared: {sentence}" for sentence in pair.left_out)
+        yield from ("", f"note: {NOTES['tested']}", *(f"note: {note}" for note in self.notes))
 
     def brief(self) -> list[str]:
         """Lines of at most WIDTH characters: of each pair how many numbers differ, its notes, and the numbers, those
@@ -201,8 +231,23 @@ def compare(records: Sequence[Record], folders: Sequence[str] = ()) -> Compariso
     for name, other in zip(names[1:], records[1:], strict=True):
         _check(names[0], first, name, other, bool(folders))
     pairs = [_pair(called[0], first, label, other) for label, other in zip(called[1:], records[1:], strict=True)]
-    judged = _judged([d for pair in pairs for d in pair.differences])
-    judged_pairs = [replace(pair, differences=tuple(islice(judged, len(pair.differences)))) for pair in pairs]
+    judged, told = _judged([d for pair in pairs for d in pair.differences]), []
+    for pair in pairs:
+        differences = tuple(islice(judged, len(pair.differences)))
+        count = {word: sum(d.verdict == word for d in differences) for word in SAID}
+        words = [f"{n} {SAID[word][n > 1]}" for word, n in count.items() if n]
+        of = f": of {len(differences)} numbers {', '.join(words)}" if words else ""
+        counted = f"{pair.record} against {pair.reference} on the same {len(first.prompts['text'])} prompts{of}."
+        largest: dict[str, Difference] = {}  # of each probe
+        for d in sorted(differences, key=lambda d: -abs(d.value / d.effect)):
+            if d.verdict.startswith("differs"):
+                largest.setdefault(d.probe, d)
+        findings = []
+        for d in [*largest.values()][:3]:
+            both = f"{d.theirs:.3g} in {pair.record}, {d.ours:.3g} in {pair.reference}"
+            n = number_of(d.clusters, d.counts)
+            findings.append(f"{d.probe.replace('_', ' ')}, {d.metric}: {both}; difference {d.shown} (n = {n}).")
+        told.append(replace(pair, differences=differences, counted=counted, findings=tuple(findings)))
     chose = [label for label, record in zip(called, records, strict=True) if record.source.get("stratified")]
     notes = [NOTES["stratified"].format(" and ".join(chose))] if chose else []
     notes += [NOTES["unpaired"]] * any(d.method == "unpaired" for pair in pairs for d in pair.differences)
@@ -211,7 +256,7 @@ def compare(records: Sequence[Record], folders: Sequence[str] = ()) -> Compariso
         prompts=len(first.prompts["text"]),
         clusters=len(set(first.prompts["template"])),
         texts=digest(list(first.prompts["text"])),
-        pairs=tuple(_found(pair, len(first.prompts["text"])) for pair in judged_pairs),
+        pairs=tuple(told),
         notes=tuple(notes),
     )
 
@@ -224,9 +269,21 @@ def _check(reference: str, first: Record, label: str, other: Record, placed: boo
     for name, record in ((reference, first), (label, other)):
         if not record.prompts:  # a training that was followed, a search that found nothing
             raise UserError(f"{name} keeps no prompts, so that nothing can be paired; each run has a page of its own")
-    again = _again(first, other, reference if placed else f"RUN (the folder of {reference})")
+    verbs = [
+        str(r.facts.get("command", "")).removeprefix("llmgeom ").partition(" ")[0] for r in (other, first)
+    ]  # the commands that made them; "" where Python did
+    seed, its = (record.facts.get("seed") for record in (first, other))
+    flags = f" --seed {seed}" if seed is not None and seed != its else ""
+    folder = reference if placed else f"RUN (the folder of {reference})"
+    if (kind := first.source.get("kind")) in ("task", "process"):
+        again = f"run both with the same --{kind}{' and' * bool(flags)}{flags}"
+    elif verbs[0] == "ablate":  # its record holds the half that was edited, which does not make it again
+        again = f"run both with the same file of --prompts{flags}"
+    elif verbs[0] in ("scan", ""):
+        again = f"scan it again with --prompts-from {folder}{flags}"
+    else:
+        again = f"run `llmgeom {verbs[0]}` again with --prompts {folder}/prompts.jsonl{flags}"
     for difference, remedy in _unlike(first, other, again):
-        verbs = [_verb(r) for r in (other, first)]
         if all(verbs) and verbs[0] != verbs[1]:
             difference = f"it is a run of `llmgeom {verbs[0]}`, not of `llmgeom {verbs[1]}`, and {difference}"
             remedy = "differences need two runs of one command on the same prompts"
@@ -238,24 +295,6 @@ def _check(reference: str, first: Record, label: str, other: Record, placed: boo
             f"{reference} and {label} hold the same weights (sha256 {ours['weights'][:12]}): one of the two revisions "
             "is not what its name says; give another one"
         )
-
-
-def _verb(record: Record) -> str:
-    """The command that made a record; "" where Python did."""
-    return str(record.facts.get("command", "")).removeprefix("llmgeom ").partition(" ")[0]
-
-
-def _again(first: Record, other: Record, folder: str) -> str:
-    """How the other run is made on the prompts of the first, with the same seed."""
-    ours, theirs = (record.facts.get("seed") for record in (first, other))
-    flags = f" --seed {ours}" if ours is not None and ours != theirs else ""
-    if (kind := first.source.get("kind")) in ("task", "process"):
-        return f"run both with the same --{kind}{' and' * bool(flags)}{flags}"
-    if (verb := _verb(other)) == "ablate":  # its record holds the half that was edited, which does not make it again
-        return f"run both with the same file of --prompts{flags}"
-    if verb in ("scan", ""):
-        return f"scan it again with --prompts-from {folder}{flags}"
-    return f"run `llmgeom {verb}` again with --prompts {folder}/prompts.jsonl{flags}"
 
 
 def _unlike(first: Record, other: Record, again: str) -> Iterator[tuple[str, str]]:
@@ -287,19 +326,6 @@ def _unlike(first: Record, other: Record, again: str) -> Iterator[tuple[str, str
         if values[0] != values[1]:
             count = sum(a != b for a, b in zip(*values, strict=False))
             yield f"{count} prompts have another value of the label {label}", "run both with the labels of one file"
-
-
-def _cautions(reference: str, first: Record, label: str, other: Record, compared: bool) -> Iterator[str]:
-    """Other options of the two runs, e.g. two edits, and other numbers of coordinates: not only the model differs."""
-    ours, theirs = map(_flags, (first, other))
-    alone = [[flag for flag in mine if flag not in its] for mine, its in ((theirs, ours), (ours, theirs))]
-    if any(alone):
-        said = [f"{name}: {' '.join(some) or 'defaults'}" for name, some in zip((label, reference), alone, strict=True)]
-        yield f"the runs have different settings ({'; '.join(said)}), and each difference may come from these"
-    sizes = [(name, first.subject.get(name), other.subject.get(name)) for name in ("d_model", "kv_heads", "head_dim")]
-    unlike = [f"{name} is {its} against {mine}" for name, mine, its in sizes if mine != its]
-    if unlike and compared:
-        yield NOTES["widths"].format(", ".join(unlike))
 
 
 def _flags(record: Record) -> list[str]:
@@ -347,8 +373,17 @@ def _pair(reference: str, first: Record, label: str, other: Record) -> Pair:
                 alike += _similarities(probe, measure, first, other)
             except UserError as refusal:
                 left_out.append(f"{probe}: {measure}: not measured, because {refusal}")
-    notes = tuple(_cautions(reference, first, label, other, bool(differences)))
-    return Pair(reference, label, tuple(differences), tuple(curves), tuple(alike), notes, tuple(left_out))
+    notes = []
+    its, mine = map(_flags, (other, first))
+    alone = [[flag for flag in its if flag not in mine], [flag for flag in mine if flag not in its]]
+    if any(alone):  # e.g. two edits: not only the model differs
+        said = [f"{name}: {' '.join(some) or 'defaults'}" for name, some in zip((label, reference), alone, strict=True)]
+        notes.append(f"the runs have different settings ({'; '.join(said)}), and each difference may come from these")
+    sizes = [(name, first.subject.get(name), other.subject.get(name)) for name in ("d_model", "kv_heads", "head_dim")]
+    unlike = [f"{name} is {its} against {mine}" for name, mine, its in sizes if mine != its]
+    if unlike and differences:
+        notes.append(NOTES["widths"].format(", ".join(unlike)))
+    return Pair(reference, label, tuple(differences), tuple(curves), tuple(alike), tuple(notes), tuple(left_out))
 
 
 def difference(probe: str, ours: Estimate, theirs: Estimate) -> Difference:
@@ -405,10 +440,6 @@ def permuted(
     return np.array([alignment(a, b[np.ix_(order, order)]) for order in orders])
 
 
-def _of_rows(similarity: Callable, x: np.ndarray, y: np.ndarray, rows: np.ndarray) -> float:
-    return similarity(x[rows], y[rows])
-
-
 def _similarities(probe: str, measure: str, first: Record, other: Record) -> Iterator[dict[str, Any]]:
     """The similarity at each site, of the array [prompt component] with the most components that both hold.
 
@@ -422,6 +453,10 @@ def _similarities(probe: str, measure: str, first: Record, other: Record) -> Ite
         names = [name for name, q in measured.quantities.items() if len(q.axes) == 2 and q.axes[0] == "prompt"]
         arrays = {name: measured.arrays[name].astype(np.float64) for name in names}
         held.append({name: x for name, x in arrays.items() if len(x) == len(clusters)})
+
+    def kept(x: np.ndarray, y: np.ndarray, rows: np.ndarray) -> float:
+        return similarity(x[rows], y[rows])
+
     ours, theirs = held
     shared = {name for name in ours.keys() & theirs.keys() if not name.endswith("control_scores")}
     ranked = sorted((-min(ours[name].shape[1], theirs[name].shape[1]), name) for name in shared)
@@ -430,7 +465,7 @@ def _similarities(probe: str, measure: str, first: Record, other: Record) -> Ite
     for site, name in sorted(sites.items()):
         x, y = ours[name], theirs[name]
         value, null = similarity(x, y), permuted(measure, x, y, clusters, PERMUTATIONS, seed)
-        over = jackknife(partial(_of_rows, similarity, x, y), np.arange(len(x)), clusters, "fisher")
+        over = jackknife(partial(kept, x, y), np.arange(len(x)), clusters, "fisher")
         few, (null_low, null_high) = (x.shape[1], y.shape[1]), band(null, "upper")
         of = f"{measure} of the first {' and '.join(map(str, dict.fromkeys(few)))} components"
         yield {
@@ -466,84 +501,3 @@ def _judged(raw: Sequence[Difference]) -> Iterator[Difference]:
             enough = number_of(d.clusters, d.counts)
             why = f"{enough} suffice for {size} (n >= {needed:,}) in nine of ten runs"
         yield replace(d, verdict=verdict, why=why)
-
-
-def _found(pair: Pair, prompts: int) -> Pair:
-    """The pair with its sentences: a count of every word, and the largest difference of each of three probes."""
-    count = {word: sum(d.verdict == word for d in pair.differences) for word in get_args(Word)}
-    words = [f"{n} {SAID[word][n > 1]}" for word, n in count.items() if n]
-    of = f": of {len(pair.differences)} numbers {', '.join(words)}" if words else ""
-    counted = f"{pair.record} against {pair.reference} on the same {prompts} prompts{of}."
-    differing = [d for d in pair.differences if d.verdict.startswith("differs")]
-    largest: dict[str, Difference] = {}
-    for d in sorted(differing, key=lambda d: -abs(d.value / d.effect)):
-        largest.setdefault(d.probe, d)
-    findings = []
-    for d in [*largest.values()][:3]:
-        both = f"{d.theirs:.3g} in {pair.record}, {d.ours:.3g} in {pair.reference}"
-        n = number_of(d.clusters, d.counts)
-        findings.append(f"{d.probe.replace('_', ' ')}, {d.metric}: {both}; difference {d.shown} (n = {n}).")
-    return replace(pair, counted=counted, findings=tuple(findings))
-
-
-# ---- for a terminal and for the page ---------------------------------------------------------------------------------
-
-
-def _lines(c: Comparison) -> Iterator[str]:
-    yield f"{c.prompts} prompts of {c.clusters} clusters, sha256 of the texts {c.texts[:12]}"
-    for pair in c.pairs:
-        yield from ("", pair.counted, *(f"- {text}" for text in pair.findings))
-        rows: list[tuple[str, ...]] = []
-        for at, d in enumerate(pair.differences):
-            if not at or d.probe != pair.differences[at - 1].probe:
-                rows.append((f"[{d.probe}]", *[""] * 8))
-            lacking = d.verdict == "undecided" and d.clusters < d.needed and d.p_less >= ALPHA
-            verdict = d.verdict + f" (needs n >= {d.needed} {d.counts})" * lacking
-            value, low, high = numbers(d.value, d.low, d.high)
-            span = (f"{d.ours:.3g}", f"{d.theirs:.3g}", value, f"{low} to {high}", d.method)
-            rows.append((d.metric, *span, f"{d.p:.2g}", f"{d.p_within:.2g}", verdict))
-        head = (pair.reference, pair.record, "difference", "95 % interval", "method", "p = 0", "p beyond", "verdict")
-        yield from grid(f"{pair.record} less {pair.reference}", head, rows)
-        for curve in pair.curves:  # the largest, as a description: it was selected, so it is not a test
-            i = int(np.abs(curve["value"]).argmax())
-            value, low, high = numbers(*(curve[key][i] for key in ("value", "low", "high")))
-            where = f"{len(curve['value'])} {curve['axis']}s, largest at {curve['axis']} {curve['places'][i]}"
-            said = f"{value} [{low}, {high}] {curve['unit']} (of this place alone)"
-            yield f"curve {curve['probe']}.{curve['name']}: {where}, {said}"
-        yield from pair.notes
-        rows = [
-            (f"{s['probe']}: {s['of']}", f"{s['value']:.2f}", f"{s['low']:.2f} to {s['high']:.2f}",
-             f"{s['null_low']:.2f} to {s['null_high']:.2f}", f"{s['p']:.2g}",
-             f"{s['n']} prompts, {s['clusters']} clusters")
-            for s in pair.similarities
-        ]  # fmt: skip
-        title = f"similarity of representations, {pair.record} and {pair.reference}"
-        yield from grid(title, ("value", "95 % interval", "permuted clusters", "p", "n"), rows)
-        yield from (f"not compared: {sentence}" for sentence in pair.left_out)
-    tested = "p = 0: no difference; p beyond: one of a third of the declared effect or more; both by Holm over all rows"
-    yield from ("", f"note: {tested}", *(f"note: {note}" for note in c.notes))
-
-
-def drawn(c: Comparison) -> tuple[list[tuple[Pair, Difference, dict[str, Any]]], list[Drawn]]:
-    """For the page: each difference with its marks on one scale, in effects of interest; a figure of each curve."""
-    every = [(pair, d) for pair in c.pairs for d in pair.differences]
-    metrics = list(dict.fromkeys((d.probe, d.metric) for _, d in every))
-    every.sort(key=lambda each: metrics.index((each[1].probe, each[1].metric)))
-    scale, rows = Scale.of((d.value / d.effect for _, d in every), -1.5, 1.5), []
-    for pair, d in every:
-        at = d.value / d.effect
-        off = "" if scale.low <= at <= scale.high else "◀" if at < scale.low else "▶"
-        ends: Span | None = scale.span((d.low / d.effect, d.high / d.effect))
-        mark = {"interval": ends, "claimed": scale.span((-1.0, 1.0)), "arrow": off, "zero": scale.place(0.0)}
-        rows.append((pair, d, mark | {"place": None if off else scale.place(at)}))
-    figures = []
-    for i, pair in enumerate(c.pairs):
-        for curve in pair.curves:
-            value, low, high = (np.array(curve[key]) for key in ("value", "low", "high"))
-            meaning = f"{curve['meaning']}, {pair.record} less {pair.reference}"
-            around = ("clusters", np.stack([low, high], 1))
-            drawn = line("difference", value, curve["axis"], curve["unit"], meaning, interval=around)
-            measured = Result.of(meaning, drawn, ticks={curve["axis"]: curve["places"]})
-            place = f"difference-{i}-{curve['probe']}-{curve['name']}"
-            figures.append(draw(measured, "difference", place, 0, {}))
-    return rows, figures

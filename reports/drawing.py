@@ -49,6 +49,19 @@ def svg(spec: Mapping[str, Any], label: str) -> Markup:
         return np.stack([LEFT + right, HEIGHT - BOTTOM - above], -1)
 
     parts = _heat(traces[0], place) if kinds == {"heatmap"} else _lines(lines, place)
+    paper = [each for each in layout.get("shapes", ()) if each.get("yref") == "paper"]
+    for shape in paper:  # from the bottom of the plot to its top
+        (left, bottom), (right, top) = place([shape["x0"], shape["x1"]], up)
+        frame = f'd="M{left:.1f} {bottom:.1f}V{top:.1f}H{right:.1f}V{bottom:.1f}"'
+        if shape["type"] == "rect":
+            parts.insert(0, f'<path {frame} fill="{shape["fillcolor"]}" fill-opacity="{shape["opacity"]}"/>')
+        else:
+            parts.append(f'<path {frame} fill="none" stroke="currentColor" stroke-dasharray="2 4"/>')
+    for one in layout.get("annotations", ()):
+        if one.get("xref", "x") == "x" and one.get("yref") == "paper":
+            (x, y), side = place(one["x"], up[0] + one["y"] * (up[1] - up[0])), one.get("xanchor") == "right"
+            anchor = f'x="{x + (-6 if side else 6):.1f}" y="{y:.1f}" text-anchor="{"end" if side else "start"}"'
+            parts.append(f"<text {anchor}>{escape(visible(one['text']))}</text>")
     return Markup(  # numbers, and text that is escaped
         f'<svg class="drawn" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(visible(label))}">'
         + "".join([*parts, *_axes(layout, across, up, place)])
@@ -66,7 +79,8 @@ def key(spec: Mapping[str, Any]) -> list[tuple[str, str, str]]:
             kind = "band" if "fillpattern" in trace else "dashed" if line.get("dash") else "line"
             colour = trace.get("fillpattern", line).get("fgcolor", line.get("color", "#6b6b6b"))
             found.append((kind, str(colour), str(trace["name"]).replace("<br>", " ").removeprefix(f"{title}, ")))
-    return found
+    shaded = {shape["name"]: shape["fillcolor"] for shape in spec["layout"].get("shapes", ()) if "name" in shape}
+    return [*found, *(("band", colour, name) for name, colour in shaded.items())]
 
 
 def _ends(values: Sequence[np.ndarray], margin: float) -> list[float]:

@@ -274,7 +274,7 @@ def _beside(measured: Result, name: str, x: np.ndarray) -> _Layer:
     heads = [titled(name, declared.unit)]
     if len(declared.axes) > 1:
         names = measured.ticks.get(declared.axes[0], tuple(range(len(lines))))
-        heads, colours = list(map(str, names)), COLOURS
+        heads, colours = list(map(str, names)), COLOURS[1:]  # the first one is the model's
     traces = []
     for i, (line, called) in enumerate(zip(lines, names, strict=True)):
         style = {"color": colours[i % len(colours)], "width": 2, "dash": DASHES[i % 5]}
@@ -442,7 +442,10 @@ def _together(place: str, by_label: Mapping[str, Drawn]) -> list[Drawn]:
         _along(figure) == _along(next(iter(by_label.values()))) for figure in by_label.values()
     ):
         return [_overlaid(place, by_label)]
-    return [replace(figure, caption=f"{label}: {figure.caption}") for label, figure in by_label.items()]
+    return [
+        replace(figure, caption=f"{label}: {figure.caption}", spec=dict(figure.spec) | {"of": label})
+        for label, figure in by_label.items()
+    ]
 
 
 def _along(figure: Drawn) -> object:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from llmgeom.reports.comparison import Comparison, Difference, Pair
+from llmgeom.reports.figures import Drawn, draw
 from llmgeom.reports.table import Row, claims, heads
 from llmgeom.reports.text import control_of, deciding, unit, value_of, visible
+from llmgeom.result import Result, line
 from llmgeom.stats.verdict import NO_END
 
 LEAST, MOST = -1.5, 2.5  # the ends of the scale, unless a value lies a little beyond
@@ -126,3 +131,28 @@ def _mark(same: Sequence[Row], head: str, rows: int, scale: Scale, several: bool
         claimed=scale.span(claimed),
         said=visible(f"{said}; {distance:.2g} of the claimed effect"),
     )
+
+
+def differences(c: Comparison) -> tuple[list[tuple[Pair, Difference, dict[str, Any]]], list[Drawn]]:
+    """Each difference with its marks on one scale, in effects of interest; a figure of each curve."""
+    every = [(pair, d) for pair in c.pairs for d in pair.differences]
+    metrics = list(dict.fromkeys((d.probe, d.metric) for _, d in every))
+    every.sort(key=lambda each: metrics.index((each[1].probe, each[1].metric)))
+    scale, rows = Scale.of((d.value / d.effect for _, d in every), -1.5, 1.5), []
+    for pair, d in every:
+        at = d.value / d.effect
+        off = "" if scale.low <= at <= scale.high else "◀" if at < scale.low else "▶"
+        ends: Span | None = scale.span((d.low / d.effect, d.high / d.effect))
+        mark = {"interval": ends, "claimed": scale.span((-1.0, 1.0)), "arrow": off, "zero": scale.place(0.0)}
+        rows.append((pair, d, mark | {"place": None if off else scale.place(at)}))
+    figures = []
+    for i, pair in enumerate(c.pairs):
+        for curve in pair.curves:
+            value, low, high = (np.array(curve[key]) for key in ("value", "low", "high"))
+            meaning = f"{curve['meaning']}, {pair.record} less {pair.reference}"
+            around = ("clusters", np.stack([low, high], 1))
+            drawn = line("difference", value, curve["axis"], curve["unit"], meaning, interval=around)
+            measured = Result.of(meaning, drawn, ticks={curve["axis"]: curve["places"]})
+            place = f"difference-{i}-{curve['probe']}-{curve['name']}"
+            figures.append(draw(measured, "difference", place, 0, {}))
+    return rows, figures

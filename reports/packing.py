@@ -11,14 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
 from markupsafe import Markup
 
 from llmgeom.reports.text import visible
 
 
 def json_text(data: Any) -> str:
-    """JSON that cannot end the element it stands in; everything outside ASCII is escaped too."""
-    text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    """JSON that cannot end the element it stands in; everything outside ASCII is escaped too.
+
+    An array is its shape and the base64 of little-endian float32.
+    """
+
+    def packed(array: np.ndarray) -> dict[str, Any]:
+        return {"size": list(array.shape), "f32": base64.b64encode(array.astype("<f4").tobytes()).decode()}
+
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False, default=packed)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 

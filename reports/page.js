@@ -89,7 +89,7 @@ function scatter(figure) {
 
 let also = () => []; // the marks of another script
 function marks(figure) {
-  const shapes = also(figure), thin = { color: ink, width: 1.5, dash: "dot" };
+  const shapes = [...(figure.layout.shapes ?? []), ...also(figure)], thin = { color: ink, width: 1.5, dash: "dot" };
   if (figure.layer === "x" && state.layer !== null) {
     const lines = figure.data.filter(({ hoverinfo }) => hoverinfo === "text").map((line) => line.x);
     const along = lines.reduce((a, b) => (b.length > a.length ? b : a)), x = along[layerOf(along.length)];

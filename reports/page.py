@@ -5,22 +5,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 from markupsafe import Markup
 
 from llmgeom.record import Record
-from llmgeom.reports.comparison import Comparison, drawn as drawn_differences
-from llmgeom.reports.drawing import key
+from llmgeom.reports.comparison import Comparison
 from llmgeom.reports.figures import TEMPLATE, Drawn, draw, pictured, side_by_side
 from llmgeom.reports.findings import POOLED, counting, findings, told
-from llmgeom.reports.forest import Scale, forest
-from llmgeom.reports.live import live as live_part
-from llmgeom.reports.multiples import SIDE, extremes, multiples
+from llmgeom.reports.forest import Scale, differences as of_comparison, forest
+from llmgeom.reports.opening import LABEL, SIDE, extremes, leading, marked, multiples, texts
 from llmgeom.reports.packing import environment, file_text, json_text, packed_json, plotly_script, script_hash
 from llmgeom.reports.prompts import UNITS, cards, complete, numeric, ordered, prompt_columns
-from llmgeom.reports.readable import readable
 from llmgeom.reports.table import ALONG, Row, draws_of, in_order, labels, lacking, models_of, rows
 from llmgeom.reports.text import (
     clusters_of,
@@ -33,15 +30,10 @@ from llmgeom.reports.text import (
     why_not,
     written,
 )
-from llmgeom.result import FIGURE, WORDS, Result
+from llmgeom.result import FIGURE, WORDS
 
 RUN_LINE_WIDTH = 140
 HEAVY = 10_000_000  # bytes
-LEADING = (  # curves above the fold: probe, quantity
-    ("attention_focus", "normalised"), ("belief_readout", "missed"), ("process", "accuracy"), ("process", "exact"),
-    ("sula_belief", "along"), ("ablation_pc1", "kl"), ("ablation_ridge", "kl"), ("ablation_control", "odds"),
-    ("blocks_mean", "mlp"), ("blocks_mean", "block"), ("text_patching", "mark"), ("text_patching", "last"),
-)  # fmt: skip
 # Ids that the templates write themselves.
 OWN = frozenset({
     "card", "claims", "compared", "copied", "copy", "data", "layer", "layer-said", "live", "live-answers",
@@ -56,7 +48,8 @@ def page(records: Sequence[Record], comparison: Comparison | None = None, live: 
 
     Args:
         comparison: what `llmgeom report` found of them: differences are shown.
-        live: a model that runs in the page, next to the exact answer (`exports.live`).
+        live: a model that runs in the page, next to the exact answer: its `parameters` and `task` in words, the figure
+            `drawn` and the `data` of its script (`exports.live`).
 
     Equal records give equal bytes, and a record read back from its folder equals the one that was saved.
 
@@ -71,89 +64,71 @@ def page(records: Sequence[Record], comparison: Comparison | None = None, live: 
         for place, (label, anchor, record) in enumerate(zip(names, anchors(names), records, strict=True))
     ]
     pooled = [probe for record in records if record.source.get("kind") == POOLED for probe in record.results]
-    sections = _joined(parts, pooled)
-    differences, curves = drawn_differences(comparison) if comparison else ([], [])
-    model = live_part(live) if live else None
-    pictures = _pictures(names, records)
+    sections = joined(parts, pooled)
+    differences, curves = of_comparison(comparison) if comparison else ([], [])
+    pictures = [
+        (place, label if several else "", panels, extremes(record))
+        for place, (label, record) in enumerate(zip(names, records, strict=True))
+        if (panels := multiples(record))
+    ]
     drawn = [figure for section in sections for row in section["drawn"] for figure in row]
-    drawn = [*([model.drawn] if model else []), *drawn, *curves]
     anchor_of = {section["probe"]: section["id"] for section in sections}
+    opened = ""
+    if not (pictures or any(LABEL in record.results for record in records) or (several and not pooled)):
+        opened = next((section["id"] for section in sections if section["words"] and section["drawn"]), "")
     return written_out(
         "page.html",
         records,
-        drawn,
-        ("live.js",) if model else (),
-        ("live.css",) if model else (),
+        [*([live["drawn"]] if live else []), *drawn, *curves],
+        ("live.js",) if live else (),
+        ("live.css",) if live else (),
         title=_title(records),
         parts=parts,
         compared=comparison,
         differences=differences,
         curves=curves,
-        live=model,
-        run=Markup(packed_json(model.data)) if model else "",
+        live=live,
+        run=Markup(packed_json(live["data"])) if live else "",
         pictures=pictures,
-        lead=_leading(sections, 3 - len(pictures[:1])),
+        lead=leading(sections, 3 - len(pictures[:1])),
         **first_screen(names, records, every),
         joined=sections,
         sections={(part["label"], s["probe"]): anchor_of[s["probe"]] for part in parts for s in part["sections"]},
         contents=listed([(s["id"], s["title"], s["words"]) for s in sections]),
-        opened="" if pictures or readable(records) or (several and not pooled) else _first_with_verdict(sections),
+        opened=opened,
     )
-
-
-def _pictures(names: Sequence[str], records: Sequence[Record]) -> list[tuple[int, str, Any, Any]]:
-    """The planes above the sections, of each record that has them: its place, its label if several, panels, ends."""
-    every = [(place, label, record) for place, (label, record) in enumerate(zip(names, records, strict=True))]
-    return [
-        (place, label if len(records) > 1 else "", panels, extremes(record))
-        for place, label, record in every
-        if (panels := multiples(record))
-    ]
-
-
-def _leading(sections: Sequence[Mapping[str, Any]], most: int) -> list[tuple[Drawn, str, Any, str]]:
-    """The curves above the fold, (figure, title, key, anchor): those of LEADING that the run has, else the first one of
-    each probe with a claim."""
-    curves = {
-        (section["probe"], drawn.id.rpartition("--")[2]): (drawn, section)
-        for section in sections
-        for row in section["drawn"]
-        for drawn in row
-        if drawn.spec.get("curve") and drawn.static
-    }
-    named = [curves[each] for each in LEADING if each in curves]
-    first = {section["probe"]: (drawn, section) for drawn, section in reversed(curves.values()) if section["words"]}
-    chosen = (named or [*reversed(first.values())])[:most]
-    titles = [str(drawn.spec["layout"]["yaxis"]["title"]["text"]).replace("<br>", " ") for drawn, _ in chosen]
-    return [
-        (drawn, f"{section['title']}: {title}" if titles.count(title) > 1 else title, key(drawn.spec), section["id"])
-        for (drawn, section), title in zip(chosen, titles, strict=True)
-    ]
-
-
-def _first_with_verdict(sections: Sequence[Mapping[str, Any]]) -> str:
-    """The id of the first section with a verdict and a figure, which is open where no picture is above it."""
-    return next((section["id"] for section in sections if section["words"] and section["drawn"]), "")
 
 
 def first_screen(named: Sequence[str], records: Sequence[Record], every: Sequence[Row]) -> dict[str, Any]:
     """The opening of every page: the facts in one line, the findings, the plot of all claims, the table."""
-    claimed = [row for row in every if row.claim]
+    claimed, several = [row for row in every if row.claim], len(records) > 1
     sentence, found, said = counting(records, every), findings(every, records), told(records)
     if said:  # what is the case stands before how many claims hold
         sentence, found = said[0], [sentence, *found[1:]]
+    unmeasured: dict[tuple[str, str], list[str]] = {}  # probe and reason -> the records
+    warnings: dict[str, list[str]] = {}  # each once -> the places it came from
+    for label, record in zip(named, records, strict=True):
+        for probe, why in sorted(record.unmeasured.items()):  # as a saved record has them
+            unmeasured.setdefault((probe, why_not(why)), []).append(label)
+        for text in record.warnings:
+            warnings.setdefault(text, []).append(label if several else "the run")
+        for probe in sorted(record.results):
+            for text in record.results[probe].warnings:
+                warnings.setdefault(text, []).append(f"{label}, {probe}" if several else probe)
     return {
         "facts": _facts(named, records),
         "sentence": sentence,
         "found": found,
-        "readable": readable(records),
+        "texts": [(place, ends) for place, record in enumerate(records) if (ends := texts(record))],
         "forest": forest(every),
         "axis": [Scale.of(row.distance for row in claimed).place(value) for value in (0.0, 1.0)],
         "no_effect": all(row.estimate.rule.equivalence for row in claimed),
         "side": SIDE,
-        "unmeasured": _unmeasured(named, records),
+        "unmeasured": [
+            (f"{probe} ({', '.join(where)})" if several else probe, why) for (probe, why), where in unmeasured.items()
+        ],
         "lacking": list(dict.fromkeys(what for what, _ in lacking(records))),
-        "warnings": _warnings(named, records),
+        "warnings": warnings,
         "rows": every,
     }
 
@@ -167,8 +142,11 @@ def _facts(named: Sequence[str], records: Sequence[Record]) -> str:
             parts.append(f"{first['layers']} layer{'s' * (first['layers'] != 1)} of width {first['d_model']}")
         if size := first.get("parameters"):
             parts.append(f"{size / 1e6:.3g} million parameters" if size >= 1e5 else f"{size:,} parameters")
-    if any(record.source.get("kind") == POOLED for record in records):
-        parts.append(_of_processes([record for record in records if record.source.get("kind") != POOLED]))
+    if len(apart := [record for record in records if record.source.get("kind") != POOLED]) < len(records):
+        every = [sizes(record.prompts) for record in apart]
+        counts, clusters = (" to ".join(map(str, sorted({min(of), max(of)}))) for of in zip(*every, strict=True))
+        noun = clusters_of(apart[0].source, *every[0])
+        parts.append(f"{len(apart)} processes, {counts} prompts each, from {clusters} {noun}")
     else:
         shown = [(label, _counted(record)) for label, record in zip(named, records, strict=True)]
         parts += [f"{label}: {text}" if len(records) > 1 else text for label, text in shown if text]
@@ -187,26 +165,6 @@ def _counted(record: Record) -> str:
     if noun == "prompts":
         return f"{count:,} prompts, each taken as independent"
     return f"{count:,} prompts from {number_of(clusters, noun)}"
-
-
-def _of_processes(records: Sequence[Record]) -> str:
-    """One phrase for the prompts of several processes."""
-    counts, clusters = (
-        " to ".join(map(str, sorted({min(of), max(of)})))
-        for of in zip(*(sizes(record.prompts) for record in records), strict=True)
-    )
-    noun = clusters_of(records[0].source, *sizes(records[0].prompts))
-    return f"{len(records)} processes, {counts} prompts each, from {clusters} {noun}"
-
-
-def _unmeasured(named: Sequence[str], records: Sequence[Record]) -> list[tuple[str, str]]:
-    """Each probe that was not measured, with the reason; of several records with its label."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for label, record in zip(named, records, strict=True):
-        for probe, why in sorted(record.unmeasured.items()):  # as a saved record has them
-            found.setdefault((probe, why_not(why)), []).append(label)
-    several = len(records) > 1
-    return [(f"{probe} ({', '.join(where)})" if several else probe, why) for (probe, why), where in found.items()]
 
 
 def written_out(
@@ -230,9 +188,17 @@ def written_out(
     layers = {figure["id"]: figure.pop("layers") for figure in figures if "layers" in figure}
     data = {"figures": figures, "records": [prompt_columns(record.prompts) for record in records], "template": TEMPLATE}
     more = {"records": prompts_of(records), "layers": layers}
+    commands = (re.match(r"llmgeom ([a-z]+)", str(record.facts.get("command", ""))) for record in records)
+    depths = [
+        m.arrays[name].shape[q.axes.index("layer")]
+        for record in records
+        for m in record.results.values()
+        for name, q in m.quantities.items()
+        if "layer" in q.axes and "layer" not in m.ticks
+    ]
     every_page = {
-        "verbs": _verbs(records),
-        "layers": max((n for record in records for n in _depths(record)), default=0),
+        "verbs": " and ".join(dict.fromkeys(command[1] for command in commands if command)),
+        "layers": max(depths, default=0),
         "prompted": any(record.prompts.get("text") for record in records),
         "pointed": bool(context.get("pictures")) or any(d.choices for d in drawn),
         "grouped": "processes" if any(r.source.get("kind") == "process" for r in records) else "domains",
@@ -245,16 +211,13 @@ def written_out(
         "data": Markup(json_text(data)),
         "more": Markup(packed_json(more)),
     }
-    fill = partial(
-        environment().get_template(template).render,
-        {"contents": [], "pictures": [], "lead": [], "compared": None} | context | every_page,
-    )
-    html = fill(heavy="")
+    page_of = environment().get_template(template)
+    whole = {"contents": [], "pictures": [], "lead": [], "compared": None} | context | every_page
+    html = page_of.render(whole, heavy="")
     if (size := len(html.encode())) <= HEAVY:
         return html
-    return fill(
-        heavy=f"This page holds {size / 1e6:.0f} MB and may be slow to draw: fewer prompts or fewer records make less."
-    )
+    heavy = f"This page holds {size / 1e6:.0f} MB and may be slow to draw: fewer prompts or fewer records make less."
+    return page_of.render(whole, heavy=heavy)
 
 
 def prompts_of(records: Sequence[Record]) -> list[dict[str, Any]]:
@@ -272,41 +235,26 @@ def prompts_of(records: Sequence[Record]) -> list[dict[str, Any]]:
     ]
 
 
-def _depths(record: Record) -> list[int]:
-    """How many layers each quantity with such an axis has."""
-    return [
-        m.arrays[name].shape[q.axes.index("layer")]
-        for m in record.results.values()
-        for name, q in m.quantities.items()
-        if "layer" in q.axes and "layer" not in m.ticks
-    ]
-
-
 def panel(record: Record) -> str:
     """The opening of a record's page as HTML for a notebook: the run line, warnings and verdicts.
 
-    Equal records give equal text. It holds no script, no figure and no prompt.
+    Equal records give equal text. It holds no script, and no figure but the scores of a label with their texts.
     """
-    (label,) = labels([record])
+    (label,), every = labels([record]), rows([record])
+    part = part_of(0, label, replace(record, results={k: m for k, m in record.results.items() if k == LABEL}), every)
     return (
         environment()
         .get_template("panel.html")
         .render(
             css=Markup(file_text("page.css")),
-            parts=[{"label": label, "run_line": _run_line(record)}],
-            **first_screen([label], [record], rows([record])),
+            parts=[{"label": label, "run_line": part["run_line"]}],
+            **first_screen([label], [record], every),
             sections={},
-            lead=[],
+            lead=[(*one[:3], "") for one in leading(joined([part]), 3)],  # without a link to a section
             pictures=[],
             compared=None,
         )
     )
-
-
-def _verbs(records: Sequence[Record]) -> str:
-    """The commands that made the records, each once; nothing where Python did."""
-    commands = (re.match(r"llmgeom ([a-z]+)", str(record.facts.get("command", ""))) for record in records)
-    return " and ".join(dict.fromkeys(command[1] for command in commands if command))
 
 
 def _title(records: Sequence[Record]) -> str:
@@ -324,14 +272,14 @@ def _title(records: Sequence[Record]) -> str:
     return f"{' and '.join(models)} on {sources}"
 
 
-def listed(entries: Sequence[tuple[str, str, list[str]]]) -> list[tuple[str, list[tuple[str, str, list[str]]]]]:
+def listed(entries: Sequence[tuple[str, str, list[str]]]) -> list[tuple[str, str, list[str]]]:
     """The list of contents: an end in brackets that several titles share is not repeated where they differ without."""
-    entries = [(anchor, str(title), words) for anchor, title, words in entries]  # a broken record may hold any title
-    ends = [title.rpartition(" (")[2] for _, title, _ in entries]
+    titles = [str(title) for _, title, _ in entries]  # a broken record may hold any title
+    ends = [title.rpartition(" (")[2] for title in titles]
     short = [title.rpartition(" (")[0] if title.endswith(")") and ends.count(end) > 1 else title
-             for (_, title, _), end in zip(entries, ends, strict=True)]  # fmt: skip
-    return [("", [(anchor, title if short.count(less) > 1 else less, words)
-                  for (anchor, title, words), less in zip(entries, short, strict=True)])]  # fmt: skip
+             for title, end in zip(titles, ends, strict=True)]  # fmt: skip
+    return [(anchor, title if short.count(less) > 1 else less, words)
+            for (anchor, _, words), title, less in zip(entries, titles, short, strict=True)]  # fmt: skip
 
 
 def slug(text: str) -> str:
@@ -372,7 +320,7 @@ def part_of(place: int, label: str, record: Record, every: Sequence[Row], before
     }
 
 
-def _joined(parts: Sequence[Mapping[str, Any]], first: Sequence[str] = ()) -> list[dict[str, Any]]:
+def joined(parts: Sequence[Mapping[str, Any]], first: Sequence[str] = ()) -> list[dict[str, Any]]:
     """One section for each probe of several records: their numbers under each other, their figures in one chart.
 
     Args:
@@ -405,36 +353,29 @@ def _joined(parts: Sequence[Mapping[str, Any]], first: Sequence[str] = ()) -> li
 
 def _section(place: int, anchor: str, probe: str, record: Record, of: Sequence[Row]) -> dict[str, Any]:
     measured = record.results[probe]
-    drawn, sizes_of = pictured(measured), {name: array.size for name, array in measured.arrays.items()}
-    scalars = sorted(
-        name for name, q in measured.quantities.items()
-        if not q.axes or (q.figure and name not in drawn and sizes_of[name] == 1)
-    )  # fmt: skip
+    pictures = pictured(measured)
+    drawn = [draw(measured, name, f"{anchor}--{slug(name)}", place, record.prompts, record.source) for name in pictures]
+    if probe == LABEL:
+        drawn = [marked(figure, measured) for figure in drawn]
+    if FIGURE in measured.facts:  # the Plotly figure that a probe of the user's drew
+        own = json.loads(measured.facts[FIGURE])
+        layout = {name: value for name, value in own["layout"].items() if name != "template"}
+        meaning = measured.estimates[0].name if measured.estimates else measured.title
+        spec = {"data": own["data"], "layout": layout, "name": meaning}
+        drawn.append(Drawn(f"{anchor}--{FIGURE}", meaning, meaning, spec, (), (), own=True))
     return {
         "id": anchor,
         "words": [word for word in WORDS if any(row.claim and row.word == word for row in of)],
         "probe": probe,
         "measured": measured,
         "rows": of,
-        "drawn": [
-            draw(measured, name, f"{anchor}--{slug(name)}", place, record.prompts, record.source) for name in drawn
-        ]
-        + _own_figure(measured, f"{anchor}--{FIGURE}"),
+        "drawn": drawn,
         "scalars": [
-            (n, f"{measured.arrays[n].item():.4g} {measured.quantities[n].unit}", measured.quantities[n].meaning)
-            for n in scalars
+            (name, f"{measured.arrays[name].item():.4g} {q.unit}", q.meaning)
+            for name, q in sorted(measured.quantities.items())
+            if not q.axes or (q.figure and name not in pictures and measured.arrays[name].size == 1)
         ],
     }
-
-
-def _own_figure(measured: Result, place: str) -> list[Drawn]:
-    """The Plotly figure that a probe of the user's drew, if it did."""
-    if FIGURE not in measured.facts:
-        return []
-    spec = json.loads(measured.facts[FIGURE])
-    layout = {name: value for name, value in spec["layout"].items() if name != "template"}
-    meaning = measured.estimates[0].name if measured.estimates else measured.title
-    return [Drawn(place, meaning, meaning, {"data": spec["data"], "layout": layout, "name": meaning}, (), (), own=True)]
 
 
 def _run_line(record: Record) -> list[tuple[str, str]]:
@@ -450,15 +391,3 @@ def _run_line(record: Record) -> list[tuple[str, str]]:
     facts += [("seed", str(seed))] if seed is not None else []
     facts += [("versions", written(record.facts["versions"]))] if "versions" in record.facts else []
     return [(k, v if len(v) <= RUN_LINE_WIDTH else v[:RUN_LINE_WIDTH] + " …") for k, v in facts]
-
-
-def _warnings(named: Sequence[str], records: Sequence[Record]) -> dict[str, list[str]]:
-    """Each warning once, with the places it came from."""
-    places: dict[str, list[str]] = {}
-    for label, record in zip(named, records, strict=True):
-        for text in record.warnings:
-            places.setdefault(text, []).append(label if len(named) > 1 else "the run")
-        for probe in sorted(record.results):
-            for text in record.results[probe].warnings:
-                places.setdefault(text, []).append(f"{label}, {probe}" if len(named) > 1 else probe)
-    return places

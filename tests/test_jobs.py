@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from llmgeom.commands import ablate, evidence, grade
+from llmgeom.commands.dry_run import price
 from llmgeom.model import running
 from llmgeom.model.forward import probe_batch
 from llmgeom.model.model import Model
@@ -39,7 +40,7 @@ def test_a_dry_run_counts_what_is_passed_and_a_repeated_run_passes_nothing(case,
     command, options = CASES[case]
     asked = command.RunConfig(**({"model": tunnel} | options), offline=True, device="cpu", out=str(tmp_path / "first"))
     job = prepared(command, asked)
-    (row,) = job.price()["sources"].values()
+    (row,) = price(job.settings, job.located, [job.ask], job.folder)["sources"].values()
     subject, passed, inner = asked.load(), [], running.one_pass
     checks = 3 * int(probe_batch(subject.facts).tokens.lengths.sum())
 

@@ -16,7 +16,7 @@ from llmgeom.exports import export
 from llmgeom.exports.live import LARGEST, TASKS, contents
 from llmgeom.model.model import Model
 from llmgeom.record import Record
-from llmgeom.reports.live import plain
+from llmgeom.reports.packing import json_text
 from llmgeom.wind_tunnels import load_world
 from llmgeom.wind_tunnels.checkpoint import save_model
 from llmgeom.wind_tunnels.models import build
@@ -188,7 +188,7 @@ def test_the_forward_pass_is_pytorch_s(view, arch):
     ids = task.sample(8, seed=1).inputs.data
     with torch.no_grad():
         theirs = net.double()(ids).logits.log_softmax(-1)
-    weights = json.dumps(plain(contents(Model.of(net.float(), name="x"))))
+    weights = json_text(contents(Model.of(net.float(), name="x")))
     found = view.evaluate("([m, each]) => each.map((ids) => forward(restored(m), ids))", [weights, ids.tolist()])
     # Both in double precision on the same float32 weights, but for rotary angles and norms, which transformers rounds.
     np.testing.assert_allclose(found, theirs, atol=1e-4)

@@ -12,7 +12,7 @@ from llmgeom.reports import page
 from llmgeom.reports.drawing import blend, key, svg
 from llmgeom.reports.figures import draw, pictured
 from llmgeom.reports.forest import LEAST, MOST, Scale, forest
-from llmgeom.reports.multiples import SCALE, multiples
+from llmgeom.reports.opening import SCALE, multiples
 from llmgeom.reports.prompts import COLOURS, SHAPES, complete
 from llmgeom.reports.table import rows
 from llmgeom.reports.text import counted, numbers

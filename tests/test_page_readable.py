@@ -1,11 +1,14 @@
 """What the page of a label probe opens with: the curve, shaded where all controls lie below, and the wrong texts."""
 
+import re
+
 import numpy as np
 import pytest
 
 from llmgeom import Probe
-from llmgeom.reports.page import page
-from llmgeom.reports.readable import readable
+from llmgeom.reports import rows
+from llmgeom.reports.opening import leading, texts
+from llmgeom.reports.page import joined, page, part_of
 
 
 @pytest.fixture(scope="module")
@@ -24,25 +27,28 @@ def probes():
 
 
 @pytest.mark.parametrize("kind", ["binary", "classes", "number"])
-def test_the_curve_is_the_score_and_lies_in_its_frame(kind, probes):
-    (part,), score = readable([probes[kind].record]), next(iter(probes[kind].curve.values.values()))
-    curve = part["curves"][0]
-    points = np.array([point.split(",") for point in curve["score"].split()], dtype=float)
-    assert ((points >= 0) & (points <= 100)).all() and (np.diff(points[:, 0]) > 0).all()
-    slope, _ = np.polyfit(score, points[:, 1], 1)
-    np.testing.assert_allclose(points[:, 1] - points[0, 1], slope * (score - score[0]), atol=0.02)
-    assert slope < 0 and curve["best"][1].startswith("2: ")
-    ((left, width),) = curve["above"]
-    assert left < points[2, 0] < left + width < points[3, 0]  # layer 2 alone
-    sizes = [int(text) for _, text in part["curves"][1]["x"]]
+def test_the_curve_is_the_score_and_the_layer_above_all_controls_is_shaded(kind, probes):
+    record, score = probes[kind].record, next(iter(probes[kind].curve.values.values()))
+    every = rows([record])
+    (curve, *_), (by_number, *_) = leading(joined([part_of(0, every[0].record, record, every)]), 3)
+    np.testing.assert_allclose(curve.spec["data"][-1]["y"], score, rtol=1e-5)
+    shade, best = curve.spec["layout"]["shapes"]
+    assert (shade["x0"], shade["x1"], best["x0"]) == (1.5, 2.5, 2) and "above all controls" in curve.caption
+    # The picture without a script: the shade's edges lie half way between the points of layers 1, 2 and 3.
+    frame, *paths = re.findall(r'<path d="M([^"]+)"', curve.static)
+    left, right = (float(x) for x in re.match(r"([\d.]+) .*H([\d.]+)V", frame).groups())
+    points = next(each for each in paths if each.count("L") == len(score) - 1)
+    x = [float(point.split()[0]) for point in points.split("L")]
+    assert (left, right) == pytest.approx(((x[1] + x[2]) / 2, (x[2] + x[3]) / 2), abs=0.11)
+    assert ">best layer 2: " in curve.static
+    sizes = by_number.spec["data"][-1]["x"]
     assert sizes[-1] == 90 and sizes == sorted(sizes)
 
 
 def test_the_wrong_texts_are_named_and_the_ends_are_the_ends(probes):
     record = probes["binary"].record
-    (part,) = readable([record])
     measured, label = record.results["label"], record.prompts["label"]
-    (wrong, listed), (_, low), (_, high) = part["texts"]
+    (wrong, listed), (_, low), (_, high) = texts(record)
     expected = [i for i, c in enumerate(measured.arrays["probe_class"]) if (c == 1) != label[i]]
     assert wrong == f"Wrong: {len(expected)} of 90" and {i for i, *_ in listed} <= set(expected) and expected
     order = np.argsort(measured.arrays["probe_prediction"])
@@ -56,8 +62,13 @@ def test_the_wrong_texts_are_named_and_the_ends_are_the_ends(probes):
 def test_a_page_opens_with_the_curve_and_its_texts_cannot_run(probes):
     record = probes["binary"].record
     hostile = "<script>alert(1)</script>"
-    worst = readable([record])[0]["texts"][0][1][0][0]
+    worst = texts(record)[0][1][0][0]
     text = tuple(hostile if i == worst else t for i, t in enumerate(record.prompts["text"]))
     html = page([type(record)(**{**vars(record), "prompts": {**record.prompts, "text": text}})])
-    assert html.index("is readable above every control") < html.index('class="readable"') < html.index('id="claims"')
+    assert (
+        html.index("is readable above every control")
+        < html.index('class="panels lead"')
+        < html.index("Wrong: ")
+        < html.index('id="claims"')
+    )
     assert hostile not in html and "&lt;script&gt;" in html

@@ -21,11 +21,11 @@ from pathlib import Path
 import pytest
 
 from llmgeom.cache.shards import Store
+from llmgeom.commands import folders
 from llmgeom.commands.scan import RunConfig, perform, prepare
 from llmgeom.model import running
 from llmgeom.probes import attention_focus
 from llmgeom.record import Record
-from llmgeom.reports import preview
 from llmgeom.run import Run
 from tests.test_distributed import record
 from tests.test_store import contents
@@ -90,7 +90,7 @@ PLACES = {
     "a capture's folder": (Store, "__init__"),
     "a probe": (attention_focus, "measure"),
     "a record": (Record, "save"),
-    "a page": (preview, "write_page"),  # the preview, then the whole page
+    "a page": (folders, "write_page"),  # the preview, then the whole page
 }
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from llmgeom.commands import config
+from llmgeom.commands import config, folders
 from llmgeom.commands.job import Job, JobOutput
 from llmgeom.errors import NO_TOKENIZER, UserError
 from llmgeom.files import sha256
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from llmgeom.batch import Batch
     from llmgeom.model.model import Model
     from llmgeom.plan import Plan
-    from llmgeom.prompts.domains import Domain
     from llmgeom.world import World
 
 # Flags that only one kind of ablation reads.
@@ -163,9 +161,6 @@ def prepare(settings: RunConfig) -> Job:
     return Job(settings, located, f"ablate-{drawn}-{what}", ask, files)
 
 
-Draw = Callable[["Model"], "Batch"]  # the inputs for a model
-
-
 def _task(settings: RunConfig, located: hub.Located) -> World | None:
     """The task of --task, or else the model's own where no prompts are asked for. UserError if it breaks its laws."""
     own = hub.tunnel_task(located.path) if hub.tunnel(located.path) else None
@@ -184,44 +179,44 @@ def _task(settings: RunConfig, located: hub.Located) -> World | None:
     return task
 
 
-def _inputs(settings: RunConfig, task: World | None) -> tuple[Draw, str]:
+def _inputs(settings: RunConfig, task: World | None) -> tuple[Callable[[Model], Batch], str]:
     """How inputs are drawn for a model, and their name. Raises UserError for an unknown domain, prior or file."""
     if task:
         n, name = settings.n or SEQUENCES, type(task).__name__.lower()
         return lambda _: task.sample(n, settings.seed, task.test_split), name
-    if settings.process:
-        from llmgeom.wind_tunnels import load_world
-
-        world = load_world(settings.process, text=True)
-        return partial(_evidence, settings, world), config.safe(settings.process)
     if settings.prompts:
         from llmgeom.prompts import files
 
         batch = files.read(settings.prompts)
-        return lambda _: batch, config.safe(Path(settings.prompts).stem)
+        return lambda _: batch, folders.safe(Path(settings.prompts).stem)
+    if settings.process:
+        from llmgeom.wind_tunnels import load_world
+
+        world = load_world(settings.process, text=True)
+
+        def evidence(subject: Model) -> Batch:
+            """Prompts of a world, in marks that the tokenizer has as one token."""
+            from llmgeom.prompts import text
+
+            if subject.tokenizer is None:
+                raise UserError(f"{subject.name} {NO_TOKENIZER}")
+            options = {"ks": settings.ks, "surfaces": ("list",), "positions": subject.facts["positions"]}
+            return text.sample(world, settings.n or PROCESS_PROMPTS, settings.seed, subject.tokenizer, **options)
+
+        return evidence, folders.safe(settings.process)
     from llmgeom.prompts.domains import Domain
 
     domain = Domain(settings.domain or "mixed")
-    return partial(_stratified, settings, domain), domain.name
 
+    def stratified(subject: Model) -> Batch:
+        """Prompts of a domain, spread over entropy."""
+        from llmgeom.cache.shards import captures_folder
+        from llmgeom.model.tokenizing import fitting
+        from llmgeom.prompts.pool import USUAL, candidates, stratify
 
-def _evidence(settings: RunConfig, world: World, subject: Model) -> Batch:
-    """Prompts of a world, in marks that the tokenizer has as one token."""
-    from llmgeom.prompts import text
+        size = min(candidates(settings.n, settings.limit), domain.size())
+        pool = fitting(subject, domain.sample(size, settings.seed))
+        entropy = subject.entropy(pool, batch_tokens=settings.batch_tokens, store=str(captures_folder()))
+        return stratify(pool, entropy, settings.n or USUAL, seed=settings.seed)
 
-    if subject.tokenizer is None:
-        raise UserError(f"{subject.name} {NO_TOKENIZER}")
-    options = {"ks": settings.ks, "surfaces": ("list",), "positions": subject.facts["positions"]}
-    return text.sample(world, settings.n or PROCESS_PROMPTS, settings.seed, subject.tokenizer, **options)
-
-
-def _stratified(settings: RunConfig, domain: Domain, subject: Model) -> Batch:
-    """Prompts of a domain, spread over entropy."""
-    from llmgeom.cache.shards import captures_folder
-    from llmgeom.model.tokenizing import fitting
-    from llmgeom.prompts.pool import USUAL, candidates, stratify
-
-    size = min(candidates(settings.n, settings.limit), domain.size())
-    pool = fitting(subject, domain.sample(size, settings.seed))
-    entropy = subject.entropy(pool, batch_tokens=settings.batch_tokens, store=str(captures_folder()))
-    return stratify(pool, entropy, settings.n or USUAL, seed=settings.seed)
+    return stratified, domain.name

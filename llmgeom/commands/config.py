@@ -10,28 +10,18 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass
 from difflib import get_close_matches
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import click
 from click.core import ParameterSource
 
 from llmgeom.errors import UserError, redact
-from llmgeom.files import digest, remove_unfinished
-from llmgeom.flags import (
-    Flag,
-    check,
-    flag,
-    flags,
-    model_flag,
-    plain,
-    prompt_flag,
-)
+from llmgeom.files import digest
+from llmgeom.flags import Flag, check, flag, flags, model_flag, plain, prompt_flag
 from llmgeom.model import hub
 
 if TYPE_CHECKING:
     from llmgeom.model.model import Model
-    from llmgeom.record import Record
 
 AnyModel = TypeVar("AnyModel", bound="Model")
 
@@ -207,6 +197,11 @@ class ChatConfig(ModelConfig):
         return subject.chat(QUESTION if self.LISTS else None) if self.chat else subject
 
 
+def shown(value: Any) -> str:
+    """A value as it is written after its flag."""
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
 # ---- click ----------------------------------------------------------------------------------------------------------
 
 
@@ -312,69 +307,3 @@ def command(*configs: type, examples: Sequence[str]) -> Callable[[Callable[..., 
 
 def _filled(config: type, values: dict[str, Any]) -> Any:
     return config(**{one.field: values[one.name.removeprefix("--").replace("-", "_")] for one in flags(config)})
-
-
-# ---- run folders ----------------------------------------------------------------------------------------------------
-
-
-def run_folder(model: str, located: hub.Located, what: str, spec: str) -> Path:
-    """The default folder of a run: runs/MODEL-WHAT-HASH."""
-    name = Path(located.path).resolve().name if located.kind == "local" else model
-    return Path("runs") / f"{safe(name)}-{what}-{spec[:8]}"
-
-
-def safe(name: str) -> str:
-    """A name that every file system takes."""
-    return "".join(c if c.isalnum() or c in "._" else "-" for c in name)
-
-
-def shown(value: Any) -> str:
-    """A value as it is written after its flag."""
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def keep(record: Record, out: Path) -> None:
-    """Save the record and its page; raises UserError as `save`."""
-    save(record, out)
-    write_page(out, [record])
-
-
-def save(record: Record, out: Path) -> None:
-    """Save the record. Raises UserError if the folder holds another run, which may have ended while this one ran."""
-    if out.is_dir():
-        check_folder(out, str(record.facts.get("spec")))
-    record.save(out)
-
-
-def write_page(out: Path, records: Sequence[Record]) -> None:
-    """Draw the page of a run folder."""
-    from llmgeom.reports import preview
-
-    preview.write_page(out / "report.html", records)
-
-
-def check_folder(folder: Path, spec: str) -> None:
-    """Make the run folder. Raises UserError if it cannot be written or holds another run."""
-    if file := next((place for place in (folder, *folder.parents) if place.is_file()), None):
-        raise UserError(f"{file} is a file, and a run needs a folder; give another --out")
-    existing, page = folder / "record.json", folder / "report.html"
-    if existing.exists():
-        try:
-            other = json.loads(existing.read_text(encoding="utf-8")).get("facts", {}).get("spec")
-        except (ValueError, OSError, AttributeError, RecursionError):
-            other = "unreadable"
-        if other != spec:
-            raise UserError(f"{folder} holds another run; choose another --out, or remove it first")
-    elif page.exists():
-        from llmgeom.reports.preview import unfinished
-
-        if not unfinished(page, spec):
-            raise UserError(f"{folder} holds a report.html that is not this run's; choose another --out")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        remove_unfinished(folder)
-        probe = folder / f".writable.{os.getpid()}.tmp"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written ({error.strerror}); choose another --out") from error

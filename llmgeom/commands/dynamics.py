@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from llmgeom.commands.config import Config, check_folder, command, safe
+from llmgeom.commands.config import Config, command
+from llmgeom.commands.folders import check_folder, safe
 from llmgeom.commands.output import VerdictOutput, show_record
 from llmgeom.dynamics import SEEDS
 from llmgeom.errors import UserError

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
 
-from llmgeom.commands import config
+from llmgeom.commands import config, folders
 from llmgeom.commands.job import Job, JobOutput, show_price
 from llmgeom.commands.output import show
 from llmgeom.commands.pictures import Shown, run
@@ -112,9 +112,7 @@ def main(settings: RunConfig, output: JobOutput) -> int:
         return run(replace(settings, plain=True), output, lambda subject: in_context(subject, settings))
     prepared = out, jobs = prepare(settings)
     if output.dry_run:
-        from llmgeom.commands.dry_run import price
-
-        return show_price(price(settings, jobs[0].located, [job.ask for job in jobs], out), output)
+        return show_price(settings, jobs[0].located, [job.ask for job in jobs], out, output)
     first_word(f"evidence of {settings.model}: drawing prompts, then the model", output.silent)
     with bar(output.silent):
         records = perform(settings, prepared=prepared)[1]
@@ -185,15 +183,15 @@ def prepare(settings: RunConfig) -> tuple[Path, list[Job]]:
     titles = list(map(title, chosen))
 
     def job(world: World, own: RunConfig) -> Job:
-        return Job(own, located, config.safe(title(world)), partial(question, world=world, settings=own))
+        return Job(own, located, folders.safe(title(world)), partial(question, world=world, settings=own))
 
     if len(chosen) == 1:
         single = job(chosen[0], settings)
         return single.folder, [single]
-    what = "all" if "all" in settings.processes else config.safe("+".join(titles))
-    out = Path(settings.out or config.run_folder(settings.model, located, what, settings.spec(located)))
+    what = "all" if "all" in settings.processes else folders.safe("+".join(titles))
+    out = Path(settings.out or folders.run_folder(settings.model, located, what, settings.spec(located)))
     return out, [
-        job(world, replace(settings, processes=(name,), out=str(out / config.safe(name))))
+        job(world, replace(settings, processes=(name,), out=str(out / folders.safe(name))))
         for world, name in zip(chosen, titles, strict=True)
     ]
 
@@ -238,7 +236,7 @@ def perform(
     if whole := profile(records, {"spec": digest({"run": settings.spec(jobs[0].located), "process": PROFILE})}):
         whole.save(out / PROFILE)
         records.insert(0, whole)
-    config.write_page(out, records)
+    folders.write_page(out, records)
     return out, records
 
 

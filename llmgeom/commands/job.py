@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmgeom.commands import config
+from llmgeom.commands import config, folders
 from llmgeom.commands.output import VerdictOutput, print_json, show_record
 from llmgeom.flags import output_flag
 from llmgeom.model import hub
@@ -57,7 +57,7 @@ class Job:
     def folder(self) -> Path:
         """The run folder."""
         out: str | None = getattr(self.settings, "out")  # noqa: B009 (every command with a job has it)
-        return Path(out) if out else config.run_folder(self.settings.model, self.located, self.what, self.spec)
+        return Path(out) if out else folders.run_folder(self.settings.model, self.located, self.what, self.spec)
 
     def perform(self, subject: Model | None = None) -> tuple[Path, Record]:
         """Load the model unless given, ask, save the record and its page. (folder, record)."""
@@ -68,7 +68,7 @@ class Job:
         from llmgeom.cache.shards import captures_folder
         from llmgeom.run import Run
 
-        config.check_folder(self.folder, self.spec)
+        folders.check_folder(self.folder, self.spec)
         return Run(self.ask(subject), str(captures_folder()))
 
     def finish(self, run: Run) -> Record:
@@ -76,25 +76,23 @@ class Job:
         record = run.record({"spec": self.spec, "command": self.settings.command()})
         if self.save:
             self.save(record, self.folder)
-        config.keep(record, self.folder)
+        folders.save(record, self.folder)
+        folders.write_page(self.folder, [record])
         return record
-
-    def price(self) -> dict[str, Any]:
-        """What the job will run."""
-        from llmgeom.commands.dry_run import price
-
-        return price(self.settings, self.located, [self.ask], self.folder)
 
     def show(self, output: JobOutput, table: Callable[[Record], Iterator[str]] | None = None) -> int:
         """Carry the job out and print its verdicts, or print its price; the exit code."""
         if output.dry_run:
-            return show_price(self.price(), output)
+            return show_price(self.settings, self.located, [self.ask], self.folder, output)
         return show_record(lambda _: self.perform(), self.settings, output, table)
 
 
-def show_price(cost: dict[str, Any], output: VerdictOutput) -> int:
-    """Print what a dry run found; the exit code."""
-    from llmgeom.commands.dry_run import lines
+def show_price(
+    settings: config.ModelConfig, located: hub.Located, asks: Iterable[Ask], out: Path, output: VerdictOutput
+) -> int:
+    """Print what the plans of a command will read; the exit code."""
+    from llmgeom.commands.dry_run import lines, price
 
+    cost = price(settings, located, asks, out)
     print_json(cost) if output.json else click.echo("\n".join(lines(cost)))
     return 0

@@ -21,8 +21,6 @@ from llmgeom.progress import bar, first_word
 from llmgeom.result import WORDS
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from llmgeom.record import Record
 
 FAILING = (*WORDS, "unmeasured")
@@ -79,10 +77,6 @@ def print_json(body: dict[str, Any]) -> None:
     click.echo(json.dumps({"schema_version": 1, "status": "ok", **body}, sort_keys=True, ensure_ascii=False))
 
 
-def _start(config: Any, output: Output) -> None:
-    first_word(f"{config.VERB}{f' of {config.model}' if hasattr(config, 'model') else ''}: loading", output.silent)
-
-
 @contextmanager
 def _logged(verbose: int) -> Iterator[None]:
     """With -v, what the run says of itself is printed at its end: where edited passes were whole ones, say."""
@@ -107,7 +101,7 @@ def show_record(
     table: Callable[[Record], Iterable[str]] | None = None,
 ) -> int:
     """Perform a run that makes one record, and print it, below a table of its own if it has one."""
-    _start(config, output)
+    first_word(f"{config.VERB}{f' of {config.model}' if hasattr(config, 'model') else ''}: loading", output.silent)
     with _logged(output.verbose), bar(output.silent):
         out, record = perform(config)
     if table and not output.json:
@@ -159,14 +153,27 @@ def show(
 def _print(records: Sequence[Record], output: VerdictOutput) -> None:
     """The digest of the run; with --table every number, with -v every reason."""
     from rich.console import Console
+    from rich.table import Table
     from rich.text import Text
 
     from llmgeom.reports.digest import digest, reasons
+    from llmgeom.reports.table import COLUMNS, rows
 
     terminal = sys.stdout.isatty()
     console = Console(width=None if terminal else FILE_WIDTH, highlight=False)
-    for record in records if output.table else ():
-        _print_table(console, record)
+    for record in records if output.table else ():  # cells wrap on a narrow terminal, and do not wrap in a file
+        grid = Table(
+            box=None, header_style="bold", padding=(0, 2, 0, 0), title_justify="left", title=Text(record.title)
+        )
+        for title in COLUMNS.values():
+            grid.add_column(title, overflow="fold")
+        group = None
+        for row in (row for row in rows([record]) if row.h):
+            if group != (group := "claims" if row.claim else row.probe):
+                grid.add_row(Text(group, style="bold"))
+            grid.add_row(*(Text(getattr(row, key)) for key in COLUMNS))
+        console.print(grid)
+        console.print()
     width = min(DIGEST_WIDTH, console.width) if terminal else DIGEST_WIDTH
     for line in digest(records, width, warned=not output.verbose):  # -v prints each warning below
         styled = Text()
@@ -175,35 +182,13 @@ def _print(records: Sequence[Record], output: VerdictOutput) -> None:
         styled.rstrip()
         console.print(styled, soft_wrap=True)
     if output.verbose:
-        for text in [*reasons(records), _self_check(records[0].subject.get("self_check"))]:
+        check: Any = records[0].subject.get("self_check")  # what the check at load found (`llmgeom.model.self_check`)
+        said = check or "this run loaded no model, so there is none"
+        if isinstance(check, dict):
+            parts = [f"{check[key]:.2g} {words}" for key, words in CHECKED.items() if key in check]
+            listed = " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))
+            writes = f"; writes to the residual stream are {check['writes']}" if check.get("writes") else ""
+            said = f"on two random sequences, captures differ from the model itself by at most {listed}{writes}"
+        for text in [*reasons(records), f"self-check: {said}"]:
             folded = textwrap.fill(text, width, subsequent_indent="  ", break_on_hyphens=False)
             console.print(Text(folded), soft_wrap=True)
-
-
-def _self_check(report: Any) -> str:
-    """What the check at load found (`llmgeom.model.self_check`), as one sentence."""
-    if not isinstance(report, dict):
-        return f"self-check: {report or 'this run loaded no model, so there is none'}"
-    parts = [f"{report[key]:.2g} {words}" for key, words in CHECKED.items() if key in report]
-    listed = " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))
-    writes = f"; writes to the residual stream are {report['writes']}" if report.get("writes") else ""
-    return f"self-check: on two random sequences, captures differ from the model itself by at most {listed}{writes}"
-
-
-def _print_table(console: Console, record: Record) -> None:
-    """Every number of a run; cells wrap on a narrow terminal, and do not wrap in a file."""
-    from rich.table import Table
-    from rich.text import Text
-
-    from llmgeom.reports.table import COLUMNS, rows
-
-    grid = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), title_justify="left", title=Text(record.title))
-    for title in COLUMNS.values():
-        grid.add_column(title, overflow="fold")
-    group = None
-    for row in (row for row in rows([record]) if row.h):
-        if group != (group := "claims" if row.claim else row.probe):
-            grid.add_row(Text(group, style="bold"))
-        grid.add_row(*(Text(getattr(row, key)) for key in COLUMNS))
-    console.print(grid)
-    console.print()

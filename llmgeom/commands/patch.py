@@ -8,7 +8,7 @@ from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from llmgeom.commands import config
+from llmgeom.commands import config, folders
 from llmgeom.commands.job import Job, JobOutput
 from llmgeom.commands.pictures import Shown, run
 from llmgeom.errors import NO_TOKENIZER, UserError
@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 
 SHOWN = 4  # places that the terminal names
 SUBSPACES, DIRECTIONS = 39, 5  # random controls, and of text
+# Flags that patching of two prompts does not read.
+OF_EVIDENCE = (
+    "task", "process", "ks", "axis", "prompts", "pair", "n", "layers", "controls", "nulls", "batch_tokens", "seed",
+    "chat",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -94,25 +99,19 @@ def main(settings: RunConfig, output: JobOutput) -> int:
     Of two prompts, or of pairs from a file, place by place: where is the answer decided? With --process or in a wind
     tunnel evidence is exchanged (an interchange intervention), and the answer compared with the exact counterfactual.
     """
-    if settings.clean or settings.corrupt or settings.pairs:
-        refuse_beside_prompts(settings, output)
-        return run(settings, output, lambda subject: look(subject, settings))
-    settings.refuse_unread(("answers", "at", "to", "metric"), "no --clean, --corrupt or --pairs")
-    return prepare(settings).show(output)
-
-
-def refuse_beside_prompts(settings: RunConfig, output: JobOutput) -> None:
-    """Raises UserError for half a pair, for flags that patching of prompts does not read, and for --dry-run."""
-    unread = ("task", "process", "ks", "axis", "prompts", "pair", "n", "layers", "controls", "nulls", "batch_tokens")
+    if not (settings.clean or settings.corrupt or settings.pairs):
+        settings.refuse_unread(("answers", "at", "to", "metric"), "no --clean, --corrupt or --pairs")
+        return prepare(settings).show(output)
     if settings.pairs:
         settings.refuse_unread(("clean", "corrupt", "answers"), f"--pairs {settings.pairs}")
     elif not (settings.clean and settings.corrupt and len(settings.answers) == 2):
         raise UserError(
             "--clean, --corrupt and --answers belong together: two prompts, and two answers, e.g. Paris,Rome"
         )
-    settings.refuse_unread((*unread, "seed", "chat"), "two prompts")
+    settings.refuse_unread(OF_EVIDENCE, "two prompts")
     if output.dry_run:
         raise UserError("--dry-run with two prompts: they take seconds; leave it out")
+    return run(settings, output, lambda subject: look(subject, settings))
 
 
 def look(subject: Model, settings: RunConfig) -> Shown:
@@ -197,101 +196,63 @@ def read_pairs(path: str) -> dict[str, list[str]]:
 
 def prepare(settings: RunConfig) -> Job:
     """Check what can be checked before weights load. Raises UserError."""
-    layers = settings.layers
-    places("--layers", layers, 1, strict=False)
-    _check_axis(settings)
-    if settings.process is None:
-        settings.refuse_unread(("exact",), "no --process")
-    if settings.chat and settings.process is None:
-        raise UserError("--chat reads lists as messages: give --process NAME")
-    if settings.prompts is not None:
-        return _of_labels(settings, settings.prompts)
-    if settings.process is not None:
-        return _of_process(settings, settings.process, layers)
-    if settings.ks:
-        raise UserError(f"--k {config.shown(settings.ks)} is of --process; a task has sequences of its own length")
-    return _of_task(settings, layers)
-
-
-def _check_axis(settings: RunConfig) -> None:
-    """Raises UserError for flags that --axis needs or does not read."""
+    places("--layers", settings.layers, 1, strict=False)
     if settings.axis is None:
         for name in ("prompts", "pair"):
             if getattr(settings, name):
                 raise UserError(f"--{name} is read with --axis FILE; give the direction of an llmgeom probe run")
-        return
-    if (settings.prompts is None) == (settings.process is None):
-        raise UserError(f"--axis {settings.axis}: give either --prompts FILE or --process NAME")
-    settings.refuse_unread(("task", "layers"), f"--axis {settings.axis}")
-    if settings.prompts:
-        settings.refuse_unread(("ks", "n", "nulls"), f"--prompts {settings.prompts}")
-    if settings.pair and (settings.process or len(settings.pair) != 2):
-        raise UserError(f"--pair {config.shown(settings.pair)}: expected two answers, e.g. yes,no, with --prompts")
-
-
-def _of_task(settings: RunConfig, layers: str) -> Job:
-    """Sequences of a task, each with activations of another."""
-    from llmgeom.grading import Origin
-    from llmgeom.probes.interventions import interchange
-
-    located = settings.locate()
-    origin = Origin.of(located.path)
-    task = origin.load_world(settings.task, settings.model)
-    ask = partial(
-        interchange.question,
-        task=task,
-        layers=layers,
-        controls=settings.controls or SUBSPACES,
-        warnings=tuple(origin.doubts(task)),
-        **settings.values("n", "nulls", "seed", "batch_tokens"),
-    )
-    return Job(settings, located, f"patch-{type(task).__name__.lower()}", ask)
-
-
-def _of_labels(settings: RunConfig, path: str) -> Job:
-    """Prompts of the file, each with the component of one of another value along the saved direction."""
-    from llmgeom.probes.interventions import label_axis
-    from llmgeom.probes.labels.directions import SavedDirection
-    from llmgeom.prompts import files
-
-    saved, batch, located = SavedDirection.load(str(settings.axis)), files.read(path), settings.locate()
-    labels = [str(cell) for cell in batch.column(saved.target)]
-    content = {"texts": list(batch.text), "clusters": list(batch.cluster), "labels": labels, "along": saved.plain}
-    ask = partial(
-        label_axis.question,
-        batch=batch,
-        saved=saved,
-        answers=settings.pair,
-        mode="exchange",
-        positions="query",
-        controls=settings.controls or SUBSPACES,
-        **settings.values("seed", "batch_tokens"),
-    )
-    return Job(settings, located, f"patch-{config.safe(saved.target)}", ask, content)
-
-
-def _of_process(settings: RunConfig, spec: str, layers: str) -> Job:
-    """Prompts of a process, each with activations of one of other evidence."""
-    if settings.task:
+    else:
+        if (settings.prompts is None) == (settings.process is None):
+            raise UserError(f"--axis {settings.axis}: give either --prompts FILE or --process NAME")
+        settings.refuse_unread(("task", "layers"), f"--axis {settings.axis}")
+        if settings.prompts:
+            settings.refuse_unread(("ks", "n", "nulls"), f"--prompts {settings.prompts}")
+        if settings.pair and (settings.process or len(settings.pair) != 2):
+            raise UserError(f"--pair {config.shown(settings.pair)}: expected two answers, e.g. yes,no, with --prompts")
+    if settings.process is None:
+        settings.refuse_unread(("exact",), "no --process")
+        if settings.chat:
+            raise UserError("--chat reads lists as messages: give --process NAME")
+    elif settings.task:
         raise UserError(
-            f"--task {settings.task} and --process {spec}: give one of them; evidence is patched in one source"
+            f"--task {settings.task} and --process {settings.process}: give one of them; evidence is patched in one "
+            "source"
         )
+    draws = settings.values("seed", "batch_tokens")
+    if settings.axis is None and settings.process is None:  # sequences of a task, each with activations of another
+        if settings.ks:
+            raise UserError(f"--k {config.shown(settings.ks)} is of --process; a task has sequences of its own length")
+        from llmgeom.grading import Origin
+        from llmgeom.probes.interventions import interchange
+
+        located = settings.locate()
+        origin = Origin.of(located.path)
+        task = origin.load_world(settings.task, settings.model)
+        draws |= settings.values("n", "nulls", "layers") | {"controls": settings.controls or SUBSPACES}
+        ask = partial(interchange.question, task=task, warnings=tuple(origin.doubts(task)), **draws)
+        return Job(settings, located, f"patch-{type(task).__name__.lower()}", ask)
     from llmgeom.probes.labels.directions import SavedDirection
-    from llmgeom.prompts import text
-    from llmgeom.wind_tunnels import load_world
 
     saved = None if settings.axis is None else SavedDirection.load(settings.axis)
-    process, located = load_world(spec, text=True), settings.locate()
-    ask = partial(
-        question_of_text,
-        process=process,
-        layers=layers,
-        directions=settings.controls or (DIRECTIONS if saved is None else SUBSPACES),
-        axis=saved,
-        **settings.values("n", "ks", "exact", "nulls", "seed", "batch_tokens"),
-    )
+    if saved and settings.prompts:  # each prompt with the component of one of another value along the direction
+        from llmgeom.probes.interventions import label_axis
+        from llmgeom.prompts import files
+
+        batch, located = files.read(settings.prompts), settings.locate()
+        labels = [str(cell) for cell in batch.column(saved.target)]
+        content = {"texts": list(batch.text), "clusters": list(batch.cluster), "labels": labels, "along": saved.plain}
+        draws |= {"mode": "exchange", "positions": "query", "controls": settings.controls or SUBSPACES}
+        ask = partial(label_axis.question, batch=batch, saved=saved, answers=settings.pair, **draws)
+        return Job(settings, located, f"patch-{folders.safe(saved.target)}", ask, content)
+    from llmgeom.prompts import text  # prompts of a process, each with activations of one of other evidence
+    from llmgeom.wind_tunnels import load_world
+
+    process, located = load_world(str(settings.process), text=True), settings.locate()
+    draws |= settings.values("n", "ks", "exact", "nulls", "layers")
+    draws |= {"directions": settings.controls or (DIRECTIONS if saved is None else SUBSPACES), "axis": saved}
     content = {} if saved is None else {"along": saved.plain}
-    return Job(settings, located, f"patch-{config.safe(text.title(process))}", ask, content)
+    ask = partial(question_of_text, process=process, **draws)
+    return Job(settings, located, f"patch-{folders.safe(text.title(process))}", ask, content)
 
 
 def question_of_text(

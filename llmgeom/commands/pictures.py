@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmgeom.commands import config
+from llmgeom.commands import config, folders
 from llmgeom.commands.output import Output, print_json
 from llmgeom.errors import UserError
 from llmgeom.files import make_folder, write_whole
@@ -46,7 +46,7 @@ def run(settings: Any, output: Output, look: Callable[[Model], Shown]) -> int:
     """
     located = settings.locate()
     spec = settings.spec(located)
-    folder = Path(settings.out or config.run_folder(settings.model, located, settings.VERB, spec))
+    folder = Path(settings.out or folders.run_folder(settings.model, located, settings.VERB, spec))
     if (folder / "record.json").exists():
         raise UserError(f"{folder} holds a run of another command; choose another --out")
     first_word(f"{settings.VERB} of {settings.model}: loading", output.silent)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from llmgeom.batch import recorded
-from llmgeom.commands import config
+from llmgeom.commands import config, folders
 from llmgeom.commands.job import Ask, Job, JobOutput
 from llmgeom.commands.output import show_record
 from llmgeom.errors import UserError, unknown
@@ -120,33 +120,35 @@ def prepare(settings: RunConfig) -> Job:
         raise UserError("--answers and --target are two different measurements: run them one after the other")
     if settings.answers:
         settings.refuse_unread(OF_LABELS, f"--answers {settings.answers}")
-    batch = _prompts(settings, settings.prompts)
+    from llmgeom.prompts import documents, files
+
+    if settings.prompts.startswith(documents.PREFIX):
+        if settings.cluster:
+            raise UserError(
+                f"--cluster {settings.cluster}: in a data set each document is its own cluster; leave it out"
+            )
+        batch = documents.read(settings.prompts, MOST_DOCUMENTS, settings.seed, offline=settings.offline)
+    else:
+        batch = files.read(settings.prompts, settings.cluster)
+        if (column := settings.target or settings.answers) and not files.tabular(settings.prompts):
+            raise UserError(
+                f"--prompts {settings.prompts} with column {column!r}: a file of plain text has a prompt a line and no "
+                f"columns; give a .csv or .jsonl file with `text` and `{column}`"
+            )
     columns = {name: recorded(column) for name, column in batch.columns.items()}
     ask = _asked_answers(settings, batch, settings.answers) if settings.answers else _asked_label(settings, batch)
     located = settings.locate()
     content = {"content": digest({"text": batch.text, "cluster": batch.cluster, "columns": columns})}
     what = f"answers-{settings.answers}" if settings.answers else f"probe-{settings.target}"
-    save = _save_direction if settings.target else None
-    return Job(settings, located, config.safe(what), ask, content, save)
 
+    def save_direction(record: Record, out: Path) -> None:
+        """The label's direction, where there is one, as a file of its own."""
+        from llmgeom.probes.labels.directions import SavedDirection
 
-def _prompts(settings: RunConfig, source: str) -> Batch:
-    """The prompts of --prompts with their columns. Raises UserError where they cannot be read, or have no columns."""
-    from llmgeom.prompts import documents, files
+        if direction := SavedDirection.of(record, LABEL):
+            direction.save(out / "direction.safetensors")
 
-    if source.startswith(documents.PREFIX):
-        if settings.cluster:
-            raise UserError(
-                f"--cluster {settings.cluster}: in a data set each document is its own cluster; leave it out"
-            )
-        return documents.read(source, MOST_DOCUMENTS, settings.seed, offline=settings.offline)
-    batch = files.read(source, settings.cluster)
-    if (column := settings.target or settings.answers) and not files.tabular(source):
-        raise UserError(
-            f"--prompts {source} with column {column!r}: a file of plain text has a prompt a line and no "
-            f"columns; give a .csv or .jsonl file with `text` and `{column}`"
-        )
-    return batch
+    return Job(settings, located, folders.safe(what), ask, content, save_direction if settings.target else None)
 
 
 def _asked_label(settings: RunConfig, batch: Batch) -> Ask:
@@ -166,33 +168,29 @@ def _asked_label(settings: RunConfig, batch: Batch) -> Ask:
         if name in batch.columns:
             batch.column(name)
 
-    def chosen(subject: Model) -> tuple[int, ...] | None:
-        if settings.layers == "all":
-            return None
-        after = probe.sites == ("residual",)  # of the stream alone there is one more, after the last layer
-        return places("--layers", settings.layers, subject.facts["layers"], after=after)
+    def with_predictions(record: Record, _: object) -> Record:
+        """The record with the held-out prediction of each prompt in its table."""
+        if LABEL not in record.results:
+            return record
+        values = record.results[LABEL].arrays["probe_prediction"]
+        predicted = tuple(round(float(v), 6) for v in values)
+        return replace(record, prompts={**record.prompts, "held-out prediction": predicted})
 
     def ask(subject: Model) -> Plan:
         from llmgeom.plan import Plan
         from llmgeom.probes.labels.inputs import queried
 
-        asked = replace(probe, layers=chosen(subject))
+        after = probe.sites == ("residual",)  # of the stream alone there is one more, after the last layer
+        depth = subject.facts["layers"]
+        chosen = None if settings.layers == "all" else places("--layers", settings.layers, depth, after=after)
+        asked = replace(probe, layers=chosen)
         facts = {"target": probe.target, "given": ",".join(probe.given) or "none"}
         facts |= {"positions": ",".join(map(str, probe.positions))}
         inputs = queried(subject, batch, probe.positions)
         draws = (settings.nulls, settings.seed, settings.batch_tokens)
-        return Plan.of(subject, inputs, {LABEL: asked}, *draws, facts=facts, whole=False, finish=_with_predictions)
+        return Plan.of(subject, inputs, {LABEL: asked}, *draws, facts=facts, whole=False, finish=with_predictions)
 
     return ask
-
-
-def _with_predictions(record: Record, _: object) -> Record:
-    """The record with the held-out prediction of each prompt in its table."""
-    if LABEL not in record.results:
-        return record
-    values = record.results[LABEL].arrays["probe_prediction"]
-    predicted = tuple(round(float(v), 6) for v in values)
-    return replace(record, prompts={**record.prompts, "held-out prediction": predicted})
 
 
 def _asked_answers(settings: RunConfig, batch: Batch, column: str) -> Ask:
@@ -236,18 +234,11 @@ def _stored(settings: RunConfig) -> tuple[Path, Record]:
         probe = replace(probe, layers=places("--layers", settings.layers, x.shape[1]))
     columns = {name: recorded(column) for name, column in batch.columns.items()}
     spec = digest({"bytes": sha256(x.tobytes()), "columns": columns, "flags": settings.command()})
-    stem = config.safe(Path(path).stem)
-    out = Path(settings.out or f"runs/{stem}-probe-{config.safe(probe.target)}-{spec[:8]}")
-    config.check_folder(out, spec)
+    stem = folders.safe(Path(path).stem)
+    out = Path(settings.out or f"runs/{stem}-probe-{folders.safe(probe.target)}-{spec[:8]}")
+    folders.check_folder(out, spec)
     facts = {"spec": spec, "command": settings.command()}
     record = activations.measure(x, untrained, batch, probe, settings.seed, **facts)
-    config.keep(record, out)
+    folders.save(record, out)
+    folders.write_page(out, [record])
     return out, record
-
-
-def _save_direction(record: Record, out: Path) -> None:
-    """The label's direction, where there is one, as a file of its own."""
-    from llmgeom.probes.labels.directions import SavedDirection
-
-    if direction := SavedDirection.of(record, LABEL):
-        direction.save(out / "direction.safetensors")

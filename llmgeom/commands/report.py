@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from llmgeom.commands.config import Config, command, safe
+from llmgeom.commands.config import Config, command
+from llmgeom.commands.folders import safe
 from llmgeom.commands.output import VerdictOutput, print_json, show
 from llmgeom.errors import UserError
 from llmgeom.files import digest, make_folder, write_whole
@@ -49,6 +50,7 @@ def main(config: RunConfig) -> int:
     from llmgeom.record import Record
     from llmgeom.reports import page
     from llmgeom.reports.steps import steps_page
+    from llmgeom.reports.text import visible
 
     loaded = {run: Record.load_all(run) for run in config.runs}
     records = [record for run in config.runs for record in loaded[run].values()]
@@ -69,7 +71,7 @@ def main(config: RunConfig) -> int:
     if comparison and config.json:
         print_json(comparison.to_dict() | {"report": str(path)})
     else:
-        click.echo("\n".join([*lines, f"page: {path}"]))
+        click.echo("\n".join([*map(visible, lines), f"page: {path}"]))
     return 0
 
 
@@ -95,7 +97,7 @@ def _compared(
             raise UserError(why) from refusal
         # Under another name, so that no earlier page with differences is replaced by one without.
         return None, f"together-{_others(config.runs)}.html", [f"drawn together, without differences: {why}"]
-    lines = comparison.lines() if config.table else comparison.brief()
+    lines = [*comparison.lines()] if config.table else comparison.brief()
     return comparison, f"compared-{_others(config.runs)}.html", lines
 
 

@@ -15,7 +15,7 @@ import click
 from llmgeom import claims, probes
 from llmgeom.batch import Batch
 from llmgeom.cache.shards import captures_folder
-from llmgeom.commands import config, scan_prompts
+from llmgeom.commands import config, folders, scan_prompts
 from llmgeom.commands.job import JobOutput, show_price
 from llmgeom.commands.output import show
 from llmgeom.commands.scan_prompts import RunConfig
@@ -62,10 +62,8 @@ def main(settings: RunConfig, output: ScanOutput) -> int:
             remedy = f"`llmgeom train {name}` makes a model that was trained on it"
             click.echo(f"llmgeom: warning: {settings.model} on {name}: {doubt}; {remedy}", err=True)
     if output.dry_run:
-        from llmgeom.commands.dry_run import price
-
         plans = [partial(asked.plan, name=name) for name in asked.pools]
-        return show_price(price(settings, asked.located, plans, asked.out), output)
+        return show_price(settings, asked.located, plans, asked.out, output)
     if output.preview and all((asked.folder(name) / "record.json").exists() for name in asked.pools):
         raise UserError(
             f"--preview: {asked.out} holds the whole run, and a preview would replace its page; leave --preview out"
@@ -334,9 +332,9 @@ def prepare(settings: RunConfig, write: bool = True, subject: Model | None = Non
     asked = Scan(settings, located, chosen, pools, stratify, Path(settings.out or "."), edits)
     if not settings.out:
         spec = digest({name: asked.spec(name) for name in pools})
-        asked = replace(asked, out=config.run_folder(settings.model, located, "+".join(pools), spec))
+        asked = replace(asked, out=folders.run_folder(settings.model, located, "+".join(pools), spec))
     for name in pools if write else ():
-        config.check_folder(asked.folder(name), digest(asked.spec(name)))
+        folders.check_folder(asked.folder(name), digest(asked.spec(name)))
     return asked
 
 
@@ -357,7 +355,7 @@ def perform(
     page, store = asked.out / "report.html", str(captures_folder())
     if subject is None and write and not preview and (earlier := asked.finished):
         first_word(f"{asked.out} holds this run; remove it to measure again", unseen())
-        config.write_page(asked.out, list(earlier.values()))
+        folders.write_page(asked.out, list(earlier.values()))
         yield from earlier.items()
         return
     from llmgeom.commands.distributed import Share  # torch: takes seconds to import
@@ -374,7 +372,7 @@ def perform(
         if write and (preview or run.waits):
             with within(name):
                 seen.append(run.preview())
-            config.write_page(asked.out, seen)
+            folders.write_page(asked.out, seen)
             first_word(f"preview, values without controls: {page}", unseen())
         if not preview:
             runs[name] = Run(asked.plan(subject, name), store) if NOT_YET in run.plan.notes else run
@@ -390,7 +388,7 @@ def perform(
     records = [replace(record, results=results) for record, results in zip(records, judged, strict=True)]
     for name, record in zip(runs, records, strict=True):
         if write:
-            config.save(record, asked.folder(name))
+            folders.save(record, asked.folder(name))
         yield asked.folder(name), record
     if write:
-        config.write_page(asked.out, records)
+        folders.write_page(asked.out, records)

@@ -121,78 +121,60 @@ def check(settings: RunConfig) -> None:
 
 def pools(settings: RunConfig, located: hub.Located) -> dict[str, Batch]:
     """Candidates by the name of their set. Raises UserError for a source that is not there, or gives too few."""
-    if settings.processes:
-        return _evidence(settings, located)
+    drawn = min(settings.n or SEQUENCES, settings.limit or sys.maxsize)
+    path, folder = settings.prompts_file, settings.prompts_from
+    if settings.processes:  # prompts of each process, in words that are single tokens of the model's tokenizer
+        from llmgeom.prompts import text
+        from llmgeom.wind_tunnels import load_world
+
+        worlds = [load_world(spec, text=True) for spec in settings.processes]
+        tokenizer, described = settings.described(located)
+        if tokenizer is None:
+            raise UserError(f"{located.name} {NO_TOKENIZER}")
+        most = getattr(described.get_text_config(), "max_position_embeddings", None)
+        return {
+            text.title(one): text.sample(one, max(drawn // len(one.KS), 1), settings.seed, tokenizer, positions=most)
+            for one in worlds
+        }
     if settings.tasks:
         from llmgeom import wind_tunnels
 
-        tasks, n = (
-            map(wind_tunnels.load_world, settings.tasks),
-            min(settings.n or SEQUENCES, settings.limit or sys.maxsize),
-        )
-        return {task.title: task.truncated(n, settings.seed, task.test_split) for task in tasks}
-    if settings.prompts_from is not None:
-        return {"prompts": _earlier(settings.prompts_from, settings.limit)}
-    path = settings.prompts_file
+        tasks = map(wind_tunnels.load_world, settings.tasks)
+        return {task.title: task.truncated(drawn, settings.seed, task.test_split) for task in tasks}
+    if folder is not None:  # prompts of an earlier run keep their name, so that pages do not name one set twice
+        if Path(folder).is_file():
+            raise UserError(
+                f"--prompts-from {folder} is a file: give the folder of an earlier run, or --prompts {folder}"
+            )
+        source = Record.load_one(folder).source  # refuses what is no whole run
+        if source.get("kind") == "task":
+            raise UserError(
+                f"--prompts-from {folder}: a task's sequences are no text; give --task {source['name']}, and a model "
+                "that was trained on it"
+            )
+        batch = _file(str(Path(folder) / "prompts.jsonl"), settings.limit)
+        return {"prompts": replace(batch, source={**batch.source, "name": str(source.get("name", "prompts"))})}
+    from llmgeom.prompts.pool import candidates
+
+    most = candidates(settings.n, settings.limit)
     if path is None:
-        return {name: _domain(settings, name) for name in dict.fromkeys(settings.domains or ("mixed", "math"))}
-    if path.startswith(DOCUMENTS):
-        return {"+".join(re.findall(r"[\w.-]+", path.removeprefix(DOCUMENTS))): _documents(settings, path)}
+        from llmgeom.prompts.domains import Domain
+
+        found = {}
+        for name in settings.domains or ("mixed", "math"):
+            size = min(most, (domain := Domain(name)).size())
+            if settings.n is not None and settings.n > size:
+                raise UserError(f"--n {settings.n}: {name} gives a pool of {size} prompts; ask for at most that")
+            found[name] = domain.sample(size, settings.seed)
+        return found
+    if path.startswith(DOCUMENTS):  # of a data set of the hub
+        from llmgeom.prompts import documents
+
+        pool = documents.read(path, most, settings.seed, offline=settings.offline)
+        if len(pool) < (least := max(settings.n or FEWEST, FEWEST)):
+            raise UserError(f"{path} gave {len(pool)} prompts of at least {least} that are needed")
+        return {"+".join(re.findall(r"[\w.-]+", path.removeprefix(DOCUMENTS))): pool}
     return {"stdin" if path == "-" else Path(path).stem: _file(path, settings.limit)}
-
-
-def _evidence(settings: RunConfig, located: hub.Located) -> dict[str, Batch]:
-    """Prompts of each process, in words that are single tokens of the model's tokenizer."""
-    from llmgeom.prompts import text
-    from llmgeom.wind_tunnels import load_world
-
-    worlds = [load_world(spec, text=True) for spec in settings.processes]
-    tokenizer, described = settings.described(located)
-    if tokenizer is None:
-        raise UserError(f"{located.name} {NO_TOKENIZER}")
-    positions = getattr(described.get_text_config(), "max_position_embeddings", None)
-    n = min(settings.n or SEQUENCES, settings.limit or sys.maxsize)
-    return {
-        text.title(world): text.sample(world, max(n // len(world.KS), 1), settings.seed, tokenizer, positions=positions)
-        for world in worlds
-    }
-
-
-def _domain(settings: RunConfig, name: str) -> Batch:
-    """Prompts of a domain."""
-    from llmgeom.prompts.domains import Domain
-    from llmgeom.prompts.pool import candidates
-
-    domain = Domain(name)
-    size = min(candidates(settings.n, settings.limit), domain.size())
-    if settings.n is not None and settings.n > size:
-        raise UserError(f"--n {settings.n}: {name} gives a pool of {size} prompts; ask for at most that")
-    return domain.sample(size, settings.seed)
-
-
-def _documents(settings: RunConfig, path: str) -> Batch:
-    """Documents of a data set of the hub."""
-    from llmgeom.prompts import documents
-    from llmgeom.prompts.pool import candidates
-
-    pool = documents.read(path, candidates(settings.n, settings.limit), settings.seed, offline=settings.offline)
-    if len(pool) < (least := max(settings.n or FEWEST, FEWEST)):
-        raise UserError(f"{path} gave {_counted(pool)}; at least {least} are needed")
-    return pool
-
-
-def _earlier(folder: str, limit: int | None) -> Batch:
-    """The prompts of an earlier run. They keep their name, so that pages do not name one set twice."""
-    if Path(folder).is_file():
-        raise UserError(f"--prompts-from {folder} is a file: give the folder of an earlier run, or --prompts {folder}")
-    source = Record.load_one(folder).source  # refuses what is no whole run
-    if source.get("kind") == "task":
-        raise UserError(
-            f"--prompts-from {folder}: a task's sequences are no text; give --task {source['name']}, and a model that "
-            "was trained on it"
-        )
-    batch = _file(str(Path(folder) / "prompts.jsonl"), limit)
-    return replace(batch, source={**batch.source, "name": str(source.get("name", "prompts"))})
 
 
 def _file(path: str, limit: int | None) -> Batch:
@@ -202,9 +184,5 @@ def _file(path: str, limit: int | None) -> Batch:
     batch = files.read(path)
     batch = batch.take(range(min(len(batch), limit or len(batch))))
     if len(batch) < FEWEST:
-        raise UserError(f"{path} holds {_counted(batch)}; a scan needs at least {FEWEST}")
+        raise UserError(f"{path} holds {len(batch)} prompts; a scan needs at least {FEWEST}")
     return batch
-
-
-def _counted(batch: Batch) -> str:
-    return f"{len(batch)} prompt{'s' * (len(batch) != 1)}"

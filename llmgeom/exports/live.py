@@ -22,11 +22,18 @@ from llmgeom.model import weights
 from llmgeom.model.model import Model
 from llmgeom.record import Record
 from llmgeom.reports import page
+from llmgeom.reports.figures import LINE, NULL, Drawn
+from llmgeom.reports.text import compact
 from llmgeom.stats.information import bits
 from llmgeom.wind_tunnels import load_world
 
 LARGEST = 200_000  # parameters: a megabyte of page
 TASKS = frozenset({"bijection", "coin", "markov"})  # whose exact answer live.js has
+CAPTION = (
+    "At each query of the sequence: the entropy of the exact answer, of the model's, and how far the model's answer is "
+    "from the exact one (KL divergence)."
+)
+COLUMNS = ("query", "exact entropy [bits]", "the model's entropy [bits]", "KL [bits]")
 
 
 @dataclass(frozen=True)
@@ -97,9 +104,39 @@ def write(record: Record, form: str, out: Path) -> list[str]:
             ),
         },
     }
-    html = page([record], live={"name": subject.name, **fields, **model})
+    shown = {"parameters": f"{model['parameters']:,}", "task": task.title}
+    shown["drawn"] = uncertainty(fields["example"]["bits"], len(task.query))
+    html = page([record], live=shown | {"data": {"name": subject.name, **fields, **model}})
     write_whole(out, html.encode())
     return [f"{model['parameters']:,} parameters, {len(html.encode()) / 1e6:.1f} MB"]
+
+
+def uncertainty(rows: np.ndarray, queries: int) -> Drawn:
+    """The figure of one sequence, from [query 3] in bits: the entropy of the exact answer, of the model's, and KL."""
+    x, (entropy, predicted, kl) = list(range(1, len(rows) + 1)), map(compact, rows.T)
+    line = {"mode": "lines+markers", "x": x, "hoverinfo": "x+y"}
+    return Drawn(
+        id="live-figure",
+        caption=CAPTION,
+        label=f"Three curves over {len(rows)} queries",
+        spec={
+            "name": "the live sequence",
+            "data": [
+                line | {"y": entropy, "name": "exact entropy", "line": {"color": NULL, "width": 5}},
+                line
+                | {"y": predicted, "name": "the model's entropy", "line": {"color": LINE, "width": 2, "dash": "dash"}},
+                line | {"y": kl, "name": "KL", "line": {"color": "#D55E00", "width": 2}, "marker": {"symbol": "x"}},
+            ],
+            "layout": {
+                "xaxis": {"title": {"text": "query"}, "range": [0.5, queries + 0.5]},
+                "yaxis": {"title": {"text": "bits"}, "rangemode": "tozero"},
+                "margin": {"t": 48},
+                "height": 320,
+            },
+        },
+        columns=COLUMNS,
+        rows=tuple((str(i), *(f"{v:.4g}" for v in values)) for i, values in enumerate(rows, 1)),
+    )
 
 
 def contents(subject: Model) -> dict[str, Any]:
