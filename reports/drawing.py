@@ -70,7 +70,13 @@ def svg(spec: Mapping[str, Any], label: str) -> Markup:
 
 
 def key(spec: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """(kind of mark, colour, name) of what a curve's figure names, without the words of its axis."""
+    """(kind of mark, colour, name) of what a curve's figure names, without the words of its axis; of a heat map its
+    least and its largest number."""
+    if "z" in (first := spec["data"][0]):
+        unit, cells = str(first["colorbar"]["title"]["text"]), np.asarray(first["z"], float)
+        scale = [colour for _, colour in first.get("colorscale", ())] or CIVIDIS
+        return [("line", scale[end], f"{cells.flat[place]:.2g} {unit}")
+                for end, place in ((0, cells.argmin()), (-1, cells.argmax()))]  # fmt: skip
     title = str(spec["layout"]["yaxis"]["title"]["text"]).replace("<br>", " ").partition(" [")[0]
     found = []
     for trace in spec.get("data", ()):

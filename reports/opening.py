@@ -18,10 +18,11 @@ from llmgeom.reports.prompts import COLOURS, FINAL, complete, numeric
 from llmgeom.reports.text import visible, written
 from llmgeom.result import Result
 
-LEADING = (  # curves above the fold: probe, quantity
+LEADING = (  # figures above the fold: probe, quantity
     ("attention_focus", "normalised"), ("belief_readout", "missed"), ("process", "accuracy"), ("process", "exact"),
     ("sula_belief", "along"), ("ablation_pc1", "kl"), ("ablation_ridge", "kl"), ("ablation_control", "odds"),
-    ("blocks_mean", "mlp"), ("blocks_mean", "block"), ("text_patching", "mark"), ("text_patching", "last"),
+    ("blocks_mean", "mlp"), ("blocks_mean", "block"), ("heads_mean", "kl"),
+    ("text_patching", "mark"), ("text_patching", "last"),
 )  # fmt: skip
 LABEL, NUMBER = "label", ("label", "by_number_score")  # scores of a label of the user's come before all other curves
 PLANE, SCORES, CONTROL = "value_manifold", "scores", "control_scores"
@@ -53,20 +54,25 @@ class Panel(NamedTuple):
 
 
 def leading(sections: Sequence[Mapping[str, Any]], most: int) -> list[tuple[Drawn, str, Any, str]]:
-    """The curves above the fold, (figure, title, key, anchor): the scores of a label, else those of LEADING that the
+    """The figures above the fold, (figure, title, key, anchor): the scores of a label, else those of LEADING that the
     run has, else the first one of each probe with a claim."""
     curves = [
-        ((section["probe"], drawn.id.rpartition("--")[2]), drawn, section)
+        (name, drawn, section)
         for section in sections
         for row in section["drawn"]
         for drawn in row
-        if drawn.spec.get("curve") and drawn.static
+        if ((name := (section["probe"], drawn.id.rpartition("--")[2])) in LEADING or drawn.spec.get("curve"))
+        and drawn.static
     ]
     scores = [one for one in curves if one[0][0] == LABEL and ("shapes" in one[1].spec["layout"] or one[0] == NUMBER)]
     named = [one for name in LEADING for one in curves if one[0] == name]
     first = {section["probe"]: one for one in reversed(curves) if (section := one[2])["words"]}
     chosen = scores or (named or [*reversed(first.values())])[:most]
-    titles = [str(drawn.spec["layout"]["yaxis"]["title"]["text"]).replace("<br>", " ") for _, drawn, _ in chosen]
+    titles = []
+    for _, drawn, _ in chosen:
+        axis, said = drawn.spec["layout"]["yaxis"]["title"]["text"], drawn.caption.partition(". ")[0]
+        heat = f"{said}, " + drawn.columns[0].replace("\\", "by")
+        titles.append(str(axis).replace("<br>", " ") if "curve" in drawn.spec else heat)
     return [
         (drawn, f"{drawn.spec.get('of', section['title'])}: {title}" if titles.count(title) > 1 else title,
          key(drawn.spec), section["id"])
