@@ -17,7 +17,7 @@ from llmgeom.cli import main
 from llmgeom.commands.dynamics import RunConfig, perform
 from llmgeom.dynamics import processes, study
 from llmgeom.dynamics.drift import State, distances, state
-from llmgeom.dynamics.gradients import Signals, signals
+from llmgeom.dynamics.gradients import PULLS, over_layers, signals
 from llmgeom.dynamics.runs import Run
 from llmgeom.dynamics.study import Inputs
 from llmgeom.dynamics.trajectories import Trajectory, over_training, sections
@@ -141,7 +141,7 @@ def test_precision_is_of_the_queries_that_were_trained(tmp_path):
 
 def test_a_pull_is_the_rms_over_layers_over_its_largest_in_training():
     layers = np.array([[3.0, 4.0], [6.0, 8.0], [0.0, 1.0]])
-    one = Trajectory(Run("a", (0, 1, 2), ()), [Signals(x, x, 0.0).pulls for x in layers])
+    one = Trajectory(Run("a", (0, 1, 2), ()), [over_layers(dict.fromkeys(PULLS, x)) for x in layers])
     assert one.curve("score_gradient") == pytest.approx([0.5, 1.0, np.sqrt(0.5) / np.sqrt(50)])
     with refused(UserError, "gradient", 0):
         Trajectory(Run("a", (0, 1, 2), ()), [{"score_gradient": 0.0}] * 3).curve("score_gradient")
@@ -175,7 +175,7 @@ def test_the_record_holds_every_run_and_its_mean(followed, runs):
     by_hand = [crossing(d.frame) / crossing(d.value) for d in each[:2]]
     assert h.value == pytest.approx(stats.gmean(by_hand), rel=1e-3) and h.n == h.clusters == 2
     batch = Inputs(TASK, n=12).batch()
-    pulls = [signals(snapshot(place), batch).score_gradient[0] for place, _ in Run.of(runs["run1"]).places]
+    pulls = [signals(snapshot(place), batch)["score_gradient"][0] for place, _ in Run.of(runs["run1"]).places]
     assert record.results["gradients"].arrays["score_gradient_runs"][1, 2] == pytest.approx(pulls[2] / max(pulls))
     assert Record.load(out).results.keys() == {"drift", "gradients", "value_manifold"}
 

@@ -5,8 +5,9 @@ import math
 
 import numpy as np
 import pytest
-from scipy import stats as scipy_stats
+from scipy import optimize, stats as scipy_stats
 
+from llmgeom.claims import Null, declared, estimate, judge_estimates
 from llmgeom.errors import UserError
 from llmgeom.stats import pca, resampling, tests
 from tests.refusals import refused
@@ -151,6 +152,25 @@ def test_correlation_interval_is_the_jackknife_written_out():
     assert perfect.low == pytest.approx(1) and perfect.high <= 1
 
 
+@pytest.mark.parametrize("correlated", [0.0, 0.3])
+def test_a_correlation_near_0_does_not_say_that_a_few_prompts_suffice(correlated):
+    """At |rho| = .03 of 20 prompts 5 sufficed for .3, or no more would have helped; the plan says 120."""
+    rule = declared("value_manifold")["|rho| of PC1 and entropy"]
+    rng, needed = np.random.default_rng(3), {"permuted": [], "untrained": []}
+    for _ in range(40):
+        x = rng.normal(size=40)
+        y = correlated * x + math.sqrt(1 - correlated**2) * rng.normal(size=40)
+        value, span = abs(tests.spearman(x, y)), tests.correlation_interval(x, y, np.arange(40))
+        permuted = Null("permuted", 0.0, 0.31, 0.0, p=0.2, draws=9999)
+        untrained = Null.of("untrained", np.abs(np.tanh(rng.normal(size=20) / math.sqrt(37))), noisy=True)
+        for null in (permuted, untrained):
+            (h,) = judge_estimates([estimate(rule, value, span, [null], n=40, clusters=40)])
+            needed[null.name] += [h.needed] * (h.verdict == "open")
+    wanted = ((1.96 + 1.2816) / math.atanh(0.3)) ** 2 + 3  # 113: Fisher's z, power .9
+    assert wanted * 0.75 < min(needed["permuted"]) <= max(needed["permuted"]) < wanted * 1.75
+    assert wanted * 0.75 < min(needed["untrained"])
+
+
 # ---- the jackknife ---------------------------------------------------------------------------------------------------
 
 
@@ -193,6 +213,40 @@ def test_a_mean_over_clusters_of_unequal_size_is_covered(sizes):
         found = resampling.jackknife(np.mean, rng.normal(size=len(sizes))[clusters], clusters)
         covered += found.low <= 0 <= found.high
     assert covered / 400 > 0.93
+
+
+@pytest.mark.parametrize("right", [0, 1, 13, 19, 20])
+def test_the_ends_of_a_share_are_where_a_test_of_it_turns(right):
+    """Wilson's ends are the p at which |share - p| is q standard errors; scipy finds the roots."""
+    values = np.repeat([1.0, 0.0], [right, 20 - right])
+    span, share, q = (
+        resampling.jackknife(np.mean, values, np.arange(20), "share"),
+        right / 20,
+        scipy_stats.t.ppf(0.975, 19),
+    )
+    n = 20 if right in (0, 20) else 19  # the jackknife's variance of a share has n - 1
+
+    def turn(p):
+        return (share - p) ** 2 - q**2 * p * (1 - p) / n
+
+    low = 0.0 if share == 0 else optimize.brentq(turn, 0, share - 1e-9)
+    high = 1.0 if share == 1 else optimize.brentq(turn, share + 1e-9, 1)
+    assert (span.low, span.high) == pytest.approx((low, high), abs=1e-6)
+
+
+@pytest.mark.parametrize("p", [0.5, 0.8, 0.9, 0.95, 0.98])
+def test_the_interval_of_a_share_covers_it_by_the_binomial_law(p):
+    """Exact: no draws. A symmetric interval covers .98 in .33 of samples of 20, as one in three has no spread."""
+
+    def covered(scale):
+        spans = [
+            resampling.jackknife(np.mean, np.repeat([1.0, 0.0], [k, 20 - k]), np.arange(20), scale) for k in range(21)
+        ]
+        return sum(scipy_stats.binom.pmf(k, 20, p) for k, span in enumerate(spans) if span.low <= p <= span.high)
+
+    assert covered("share") > 0.93 and (p < 0.9 or covered("identity") < 0.9)
+    even = resampling.jackknife(np.mean, np.full(20, 0.25), np.arange(20), "share")  # equal in every cluster: no error
+    assert (even.low, even.high) == (0.25, 0.25)
 
 
 def test_a_perfect_correlation_has_the_smallest_p_there_is():

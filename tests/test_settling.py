@@ -10,8 +10,9 @@ from scipy import stats
 
 from llmgeom import claims
 from llmgeom.dynamics.drift import fallen, settled
+from llmgeom.dynamics.gradients import PULLS
 from llmgeom.dynamics.runs import Run, rises
-from llmgeom.dynamics.trajectories import PULLS, Trajectory, sections
+from llmgeom.dynamics.trajectories import Trajectory, sections
 from llmgeom.errors import UserError
 from llmgeom.result import Estimate
 from llmgeom.stats.resampling import Interval, geometric_mean

@@ -62,12 +62,12 @@ class Training:
     lr: str = flag("3e-3", "Highest learning rate, or auto: successive halving chooses it.")
     schedule: Literal["cosine", "constant"] = flag("cosine", "Learning rate after the warm-up.")
     warmup: int = flag(50, "Steps of linear warm-up.", least=0, most=LONGEST)
-    weight_decay: float = flag(0.01, "Weight decay of AdamW, on matrices.")
+    weight_decay: float = flag(0.01, "Weight decay of AdamW, on matrices.", least=0)
     clip: float = flag(1.0, "Largest norm of the gradient.")
     targets: Literal["hard", "soft"] = flag(
         "hard", "hard: the outcome drawn, so that Bayes' rule has to be found. soft: the exact answer itself."
     )
-    corrupt: float = flag(0.0, "Fraction of the hard targets that are drawn again, evenly.")
+    corrupt: float = flag(0.0, "Fraction of the hard targets that are drawn again, evenly.", least=0, most=1)
     evidence: Evidence = flag(
         "kept",
         "Train on corrupted evidence instead. exchanged: targets are shuffled across sequences. unbound: the queried "
@@ -97,12 +97,8 @@ class Training:
             raise UserError(
                 f"--evidence {self.evidence}: soft targets are the exact answer itself; leave --targets out"
             )
-        if not 0 <= self.corrupt <= 1:
-            raise UserError(f"--corrupt {self.corrupt}: expected a fraction between 0 and 1")
         if not 0 < self.clip < math.inf:
             raise UserError(f"--clip {self.clip}: expected a number above 0")
-        if not 0 <= self.weight_decay < math.inf:
-            raise UserError(f"--weight-decay {self.weight_decay}: expected a number of 0 or more")
         if self.lr != "auto":
             try:
                 good = 0 < float(self.lr) < math.inf

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,31 +31,8 @@ from llmgeom.model.weights import whole
 
 LARGEST = 2_000_000_000  # most parameters of a model that is copied in float64
 AGREE = 1e-4  # largest distance of our logits from the model's, over their rms
+PULLS = ("score_gradient", "value_gradient")
 ENTRIES = 2**24  # weights in memory at once, over heads and pairs of positions
-
-
-@dataclass(frozen=True)
-class Signals:
-    """Size of the loss gradient with respect to routing and to values, [layer] each.
-
-    The loss is summed over the queries, in nats, so that the size of the batch does not matter.
-
-    Attributes:
-        score_gradient: rms of dL/ds_ij over the pairs that count: i sees j, i is a real position, and the loss depends
-            on z_i.
-        value_gradient: rms of dL/dv_j over real positions and coordinates.
-        loss: nats, mean over the queries.
-    """
-
-    score_gradient: np.ndarray
-    value_gradient: np.ndarray
-    loss: float
-
-    @property
-    def pulls(self) -> dict[str, float]:
-        """The root mean square over layers of each, by name."""
-        both = {"score_gradient": self.score_gradient, "value_gradient": self.value_gradient}
-        return {name: float(np.sqrt(np.square(layers).mean())) for name, layers in both.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,24 +174,32 @@ def agreed(subject: Model, layers: int, apart: float) -> None:
 
 
 def counted(layer: Attended, u: Tensor, lengths: Tensor) -> Tensor:
-    """[batch head query key] the pairs that count (`Signals.score_gradient`)."""
+    """[batch head query key] the pairs that count (`signals`)."""
     live = (u != 0).any(-1) & (torch.arange(u.shape[2]) < lengths[:, None])[:, None].to(u.device)
     return (layer.allowed & live[..., None]).expand_as(layer.weight)
 
 
-def signals(subject: Model, batch: Batch) -> Signals:
-    """Gradients of the batch's loss at scores and values, in as many passes as memory needs.
+def signals(subject: Model, batch: Batch) -> dict[str, Float[np.ndarray, " layer"]]:
+    """Size of the gradients of the batch's loss at scores and values, in as many passes as memory needs.
 
     The loss is the cross-entropy in nats of the drawn outcome over the whole vocabulary (for a real number, minus its
-    log density), at the queried positions of a task; for prompts, of every next token. Raises Unavailable: gradients
-    cannot be computed (see `doubled`), some layer has no attention, or the batch has no target.
+    log density), at the queried positions of a task; for prompts, of every next token. It is summed over the queries,
+    so that the size of the batch does not matter.
+
+    Returns:
+        score_gradient: the root mean square of dL/ds_ij over the pairs that count: i sees j, i is a real position, and
+        the loss depends on z_i. value_gradient: that of dL/dv_j over real positions and coordinates.
+
+    Raises:
+        Unavailable: gradients cannot be computed (see `doubled`), some layer has no attention, or the batch has no
+            target.
     """
     require_attention(subject)
     subject = doubled(subject)
     inputs = subject.tokens(batch)
     where, target = targets(batch, inputs)
-    rows, loss = where.sum(1).cumsum(0).tolist(), 0.0
-    sums: list[list[list[float]]] = []
+    rows = where.sum(1).cumsum(0).tolist()
+    total = np.zeros((len(subject.blocks), 4))  # sum and number of the squares by scores, and by values
     most = max(1, ENTRIES // (subject.facts["heads"] * inputs.data.shape[1] ** 2))
     for at in range(0, len(inputs), most):
         part = list(range(at, min(at + most, len(inputs))))
@@ -223,18 +209,19 @@ def signals(subject: Model, batch: Batch) -> Signals:
         with torch.enable_grad():
             layers, mean = forward(subject, taken, where[part, :width], answers)
             summed = mean * len(answers)
-        loss += float(summed.detach())
         wanted = [tensor for layer in layers for tensor in (layer.score, layer.value, layer.z)]
         found = iter(torch.autograd.grad(summed, wanted, materialize_grads=True))
         with torch.no_grad():
-            sums.append([])
-            for layer in layers:
+            for at_layer, layer in zip(total, layers, strict=True):
                 by_score, by_value, u = next(found), next(found), next(found)
                 seen = counted(layer, u, taken.lengths)
                 coordinates = int(taken.lengths.sum()) * by_value.shape[1] * by_value.shape[-1]
-                # Sum and count of squares; the gradient by values is 0 beyond a sequence's end.
-                of_score = float(by_score[seen].square().sum()), float(seen.sum())
-                sums[-1].append([*of_score, float(by_value.square().sum()), coordinates])
-    total = np.sum(sums, 0)
-    score, value = (np.sqrt(total[:, i] / total[:, i + 1].clip(1)) for i in (0, 2))
-    return Signals(score, value, loss / len(target))
+                at_layer[:2] += float(by_score[seen].square().sum()), float(seen.sum())
+                # The gradient by values is 0 beyond a sequence's end.
+                at_layer[2:] += float(by_value.square().sum()), coordinates
+    return {name: np.sqrt(total[:, i] / total[:, i + 1].clip(1)) for i, name in ((0, PULLS[0]), (2, PULLS[1]))}
+
+
+def over_layers(found: Mapping[str, Float[np.ndarray, " layer"]]) -> dict[str, float]:
+    """The root mean square over layers of each of `signals`."""
+    return {name: float(np.sqrt(np.square(layers).mean())) for name, layers in found.items()}

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from llmgeom.cache.keys import of_files, of_program
 from llmgeom.dynamics import SEEDS
 from llmgeom.dynamics.drift import State, distances, loss_of, state
-from llmgeom.dynamics.gradients import signals
+from llmgeom.dynamics.gradients import over_layers, signals
 from llmgeom.dynamics.processes import spread
 from llmgeom.dynamics.runs import RISE, Run, require_alike, require_distinct, rises
 from llmgeom.dynamics.trajectories import DRIFT, GRADIENTS, Trajectory, over_training, sections
@@ -118,7 +118,7 @@ def follow(
                 loss = now.loss if now else None  # a model without attention has a loss, too
                 found["loss"] = loss_of(subject, batch, store) if loss is None else loss
             signal = measured(GRADIENTS, lambda: signals(subject, batch))
-            snapshots[place] = found if signal is None else found | signal.pulls
+            snapshots[place] = found if signal is None else found | over_layers(signal)
             done += 1
             tell("snapshots followed", done, total, f"{run.name}, step {run.steps[place]}")
             return now

@@ -11,6 +11,7 @@ import numpy as np
 from llmgeom import claims
 from llmgeom.dynamics import SEEDS
 from llmgeom.dynamics.drift import FARTHEST, Settled, fallen, settled
+from llmgeom.dynamics.gradients import PULLS
 from llmgeom.dynamics.runs import Run
 from llmgeom.errors import UserError
 from llmgeom.record import Record
@@ -68,7 +69,6 @@ DRIFT, GRADIENTS = "drift", "gradients"
 TITLES = {DRIFT: "Frame, values and precision", GRADIENTS: "Gradients of scores and of values"}
 UNBOUNDED = -NO_END  # upper end of an interval over one training seed
 RUNS, RANDOM = "training seeds", "random-target runs (--corrupt 1)"
-PULLS = ("score_gradient", "value_gradient")
 # Section -> name, unit and meaning of each of its curves.
 CURVES = {
     DRIFT: (
@@ -99,8 +99,8 @@ class Trajectory:
     """What is kept of one run over its snapshots.
 
     Attributes:
-        snapshots: The numbers of each: `drift.distances`, `Signals.pulls`, and of a language model `loss`, in nats per
-            token of the prompts; a text says why a number is not known.
+        snapshots: The numbers of each: `drift.distances`, `gradients.over_layers`, and of a language model `loss`, in
+            nats per token of the prompts; a text says why a number is not known.
         weights: the hash of the weights of each snapshot.
     """
 
