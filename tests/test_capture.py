@@ -42,23 +42,18 @@ def hooks(model) -> int:
 
 @pytest.mark.parametrize("widths", [(5, 3, 3), (3, 5, 2), (2, 3, 5)])
 def test_rows_of_several_shards_find_their_places_and_narrower_ones_end_in_zeros(widths):
-    """Memory is not zero when it is taken: the test fills it with NaN."""
     place = torch.tensor([4, 0, 5, 1, 3, 2])
     weights = [torch.rand(2, 3, width) for width in widths]
     values = torch.rand(6, 4).split(2)
-    whole = running._Whole(place)
-    for attention, value in zip(weights, values, strict=True):
-        first = not whole.tensors
-        whole.add({(Site.ATTENTION, 0): attention, (Site.VALUE, 0): value, ("observer.count", -1): value[:, 0]})
-        if first:  # what no row has come to yet
-            came = torch.isin(torch.arange(6), place[:2])
-            for tensor in whole.tensors.values():
-                tensor[~came] = torch.nan
+    whole: dict = {}
+    for attention, value, rows in zip(weights, values, place.split(2), strict=True):
+        part = {(Site.ATTENTION, 0): attention, (Site.VALUE, 0): value, ("observer.count", -1): value[:, 0]}
+        running.insert(whole, part, rows, 6)
     padded = torch.cat([torch.nn.functional.pad(one, (0, max(widths) - one.shape[-1])) for one in weights])
     order = place.argsort()
-    assert torch.equal(whole.tensors[Site.ATTENTION, 0], padded[order])
-    assert torch.equal(whole.tensors[Site.VALUE, 0], torch.cat(values)[order])
-    assert torch.equal(whole.tensors["observer.count", -1], torch.cat(values)[order, 0])
+    assert torch.equal(whole[Site.ATTENTION, 0], padded[order])
+    assert torch.equal(whole[Site.VALUE, 0], torch.cat(values)[order])
+    assert torch.equal(whole["observer.count", -1], torch.cat(values)[order, 0])
 
 
 @pytest.mark.parametrize(("name", "before"), [("llama", "sdpa"), ("gemma2", "eager"), ("gpt2", "sdpa")])

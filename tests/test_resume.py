@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from llmgeom.batch import Batch, Tokens
+from llmgeom.model import resume
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit, Resume, Where
 from llmgeom.model.model import Model
@@ -118,7 +119,9 @@ def test_where_it_would_be_wrong_every_pass_is_whole(monkeypatch, caplog):
     batch = ragged()
     with caplog.at_level(logging.INFO, "llmgeom"):
         assert clean_pass(subject.edit("value", 0, layers=0), batch) is None and "it has edits" in caplog.text
-        monkeypatch.setattr("llmgeom.model.resume._alike", lambda mask: torch.ones(99, 99, dtype=torch.bool))
+        seen = resume._seen
+        everything = torch.ones(99, 99, dtype=torch.bool)
+        monkeypatch.setattr(resume, "_seen", lambda *given: ((everything,) * len(subject.blocks), seen(*given)[1]))
         assert clean_pass(subject, batch) is None and "of the rms away" in caplog.text
 
 

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -99,11 +99,18 @@ class Recorder:
         return self.sites | self.everywhere
 
     def closed(self, mask: Tensor | None, prompt: Tensor, position: Tensor, width: int) -> Tensor:
-        """`closed_keys` of all rows (prompt, position) of the pass, which the layers of one mask share."""
+        """Which keys each row (prompt, position) of the pass may not attend to: [row 1 key] bool.
+
+        The layers of one mask share them. mask: bool [batch 1 seq seq], or of one prompt for all, True = attend; None
+        where a row sees what comes before it.
+        """
         at = id(mask), id(prompt)
         if at not in self._closed:
-            # Kept with its mask, so that no later mask gets its id.
-            self._closed[at] = mask, closed_keys(mask, prompt, position, width)
+            if mask is None:
+                closed = (torch.arange(width, device=position.device) > position[:, None])[:, None]
+            else:
+                closed = ~mask[prompt if mask.shape[0] > 1 else torch.zeros_like(prompt), :, position]
+            self._closed[at] = mask, closed  # with its mask, so that no later mask gets its id
         return self._closed[at][1]
 
     def keep(self, site: Site, layer: int, x: Tensor) -> None:
@@ -217,16 +224,6 @@ def row_statistic(site: Site, weights: Tensor) -> Tensor:
     return torch.special.entr(rest).sum(-1)
 
 
-def closed_keys(mask: Tensor | None, prompt: Tensor, position: Tensor, width: int) -> Tensor:
-    """Which keys each row (prompt, position) may not attend to: [row 1 key] bool.
-
-    mask: bool [batch 1 seq seq], or of one prompt for all, True = attend; None where a row sees what comes before it.
-    """
-    if mask is None:
-        return (torch.arange(width, device=position.device) > position[:, None])[:, None]
-    return ~mask[prompt if mask.shape[0] > 1 else torch.zeros_like(prompt), :, position]
-
-
 def attention_rows(
     query: Tensor,
     key: Tensor,
@@ -243,7 +240,7 @@ def attention_rows(
 ) -> Tensor:
     """softmax(scaling q . k + mask) in float32 for the rows (prompt, position) only: [row head seq] float32.
 
-    query [batch head seq dim], key [batch kv_head seq dim], closed as `closed_keys`. Query head h reads kv head
+    query [batch head seq dim], key [batch kv_head seq dim], closed as `Recorder.closed`. Query head h reads kv head
     h // (heads / kv_heads). one_each: row i is prompt i, for every prompt. dtype: of the scores before the softmax.
     softcap c: scores become c tanh(s / c) (Gemma-2). s_aux [head]: a learned sink logit that takes part in the softmax
     and is then dropped (gpt-oss).
@@ -315,31 +312,27 @@ def _delegate(kind: str, module: nn.Module, query, key, value, mask, **kwargs) -
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
-def _make(kind: str):
-    def attend(module, query, key, value, attention_mask=None, **kwargs):
-        strange = sorted(k for k, v in kwargs.items() if isinstance(v, Tensor) and k not in HARMLESS)
-        strange += sorted(k for k in ("indices", "block_indices") if kwargs.get(k) is not None and k not in strange)
-        if strange:
-            raise UnsupportedModel(
-                f"{type(module).__name__} passes {', '.join(strange)} to its attention, which may replace the mask: "
-                f"such sparse attention is not read; {INSTEAD}"
-            )
-        if attention_mask is not None and attention_mask.dtype is not torch.bool:
-            raise UnsupportedModel(
-                f"{type(module).__name__} adds numbers of its own to its attention scores where others pass a mask: "
-                f"such attention is not read; {INSTEAD}"
-            )
-        recorder = active.get()
-        if recorder is None:
-            return _delegate(kind, module, query, key, value, attention_mask, **kwargs), None
-        return recorder.attend(kind, module, query, key, value, attention_mask, **kwargs), None
-
-    attend.__name__ = kind
-    return attend
+def _attend(kind: str, module, query, key, value, attention_mask=None, **kwargs):
+    strange = sorted(k for k, v in kwargs.items() if isinstance(v, Tensor) and k not in HARMLESS)
+    strange += sorted(k for k in ("indices", "block_indices") if kwargs.get(k) is not None and k not in strange)
+    if strange:
+        raise UnsupportedModel(
+            f"{type(module).__name__} passes {', '.join(strange)} to its attention, which may replace the mask: "
+            f"such sparse attention is not read; {INSTEAD}"
+        )
+    if attention_mask is not None and attention_mask.dtype is not torch.bool:
+        raise UnsupportedModel(
+            f"{type(module).__name__} adds numbers of its own to its attention scores where others pass a mask: "
+            f"such attention is not read; {INSTEAD}"
+        )
+    recorder = active.get()
+    if recorder is None:
+        return _delegate(kind, module, query, key, value, attention_mask, **kwargs), None
+    return recorder.attend(kind, module, query, key, value, attention_mask, **kwargs), None
 
 
 for _name in (FUSED, PLAIN):
-    AttentionInterface.register(_name, _make(_name))
+    AttentionInterface.register(_name, partial(_attend, _name))
     # Without a mask function of the same name every mask is dropped in silence. The boolean form serves both kinds.
     AttentionMaskInterface.register(_name, sdpa_mask)
 
@@ -396,18 +389,8 @@ def recording(recorder: Recorder, blocks: Sequence[Block], output: nn.Module | N
 
     output: the output embedding, which is given the queried rows alone (final soft-caps still apply).
     """
-    with ExitStack() as stack:
-        for handle in _hooks(recorder, blocks, output):
-            stack.callback(handle.remove)
-        token = active.set(recorder)
-        try:
-            yield recorder
-        finally:
-            active.reset(token)
-
-
-def _hooks(recorder: Recorder, blocks: Sequence[Block], output: nn.Module | None) -> Iterator:
-    shape = recorder.where[1].shape
+    shape, resumed = recorder.where[1].shape, recorder.resumed
+    begin = resumed.start if resumed is not None else 0  # layer 0 reads the tokens themselves
 
     def enter(index):
         # kwargs may be missing: torch notes with_kwargs after the hook itself, and another thread may be in between.
@@ -420,12 +403,11 @@ def _hooks(recorder: Recorder, blocks: Sequence[Block], output: nn.Module | None
                     f"{type(_module).__name__} {index} reads numbers of shape {tuple(x.shape)}, not one residual "
                     f"stream of {tuple(shape)} inputs and positions; models with several are not read"
                 )
-            resumed = recorder.resumed
-            begins = resumed is not None and 0 < index == resumed.start  # layer 0 reads the tokens themselves
-            x = resumed.stream(x.device) if resumed is not None and begins else x
+            if resumed is not None and 0 < index == begin:
+                x = resumed.stream(x.device)
             x = recorder.edit("residual", index, x)
             recorder.keep(Site.RESIDUAL, index, x)
-            if ("residual", index) not in recorder.edits and not begins:
+            if ("residual", index) not in recorder.edits and not 0 < index == begin:
                 return None
             x = x.contiguous()  # layers reshape their input; an edit may return any strides
             return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
@@ -455,18 +437,24 @@ def _hooks(recorder: Recorder, blocks: Sequence[Block], output: nn.Module | None
     def last(_module, args):
         return recorder.asked(args[0]) if active.get() is recorder else None
 
-    for index, block in enumerate(blocks):
-        begins = recorder.resumed is not None and 0 < index == recorder.resumed.start
-        if begins or Site.RESIDUAL in recorder.wanted or ("residual", index) in recorder.edits:
-            yield block.layer.register_forward_pre_hook(enter(index), with_kwargs=True)
-    if Site.RESIDUAL in recorder.wanted:
-        yield blocks[-1].layer.register_forward_hook(leave)
-    for index, block in enumerate(blocks):
-        for module, site, point in (
-            (block.attention_writer, Site.ATTN_OUT, "attn_out"),
-            (block.mlp_writer, Site.MLP_OUT, "mlp_out"),
-        ):
-            if module is not None and (site in recorder.wanted or (point, index) in recorder.edits):
-                yield module.register_forward_hook(write(index, site, point, block.scale))
-    if output is not None:
-        yield output.register_forward_pre_hook(last)
+    with ExitStack() as hooks:
+        for index, block in enumerate(blocks):
+            if 0 < index == begin or Site.RESIDUAL in recorder.wanted or ("residual", index) in recorder.edits:
+                hooks.callback(block.layer.register_forward_pre_hook(enter(index), with_kwargs=True).remove)
+        if Site.RESIDUAL in recorder.wanted:
+            hooks.callback(blocks[-1].layer.register_forward_hook(leave).remove)
+        for index, block in enumerate(blocks):
+            for module, site, point in (
+                (block.attention_writer, Site.ATTN_OUT, "attn_out"),
+                (block.mlp_writer, Site.MLP_OUT, "mlp_out"),
+            ):
+                if module is not None and (site in recorder.wanted or (point, index) in recorder.edits):
+                    hook = write(index, site, point, block.scale)
+                    hooks.callback(module.register_forward_hook(hook).remove)
+        if output is not None:
+            hooks.callback(output.register_forward_pre_hook(last).remove)
+        token = active.set(recorder)
+        try:
+            yield recorder
+        finally:
+            active.reset(token)

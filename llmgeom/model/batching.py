@@ -52,11 +52,13 @@ class BatchRules:
     @classmethod
     def of(cls, facts: Mapping[str, Any], config: Any) -> BatchRules:
         """Of a model's facts and its config; None for a module of the user's own."""
+        # The lengths above which LongRoPE turns all queries and keys of a batch by other angles (Phi-3 128k: 4096).
+        borders = {one["original_max_position_embeddings"] for one in ropes(config) if one["rope_type"] == "longrope"}
         if facts["device"] != "cpu":  # a GPU takes as long for a pass of few tokens as for one of hundreds
-            return cls(_borders(config))
+            return cls(tuple(borders))
         size, vocabulary = facts.get("parameters"), facts.get("vocabulary")
         further = min(PASS, 32 + 400_000_000 // size) if size else PASS
-        return cls(_borders(config), further, MOST, max(1, PREDICTED // vocabulary) if vocabulary else None)
+        return cls(tuple(borders), further, MOST, max(1, PREDICTED // vocabulary) if vocabulary else None)
 
 
 def plan_batches(
@@ -90,11 +92,6 @@ def at_once(batches: Sequence[Sequence[int]], lengths: Sequence[int], batch_toke
         return 1
     widest = max((len(members) * lengths[members[0]] for members in batches), default=batch_tokens)
     return max(1, min(len(batches), batch_tokens // max(widest, 1)))
-
-
-def _borders(config: Any) -> tuple[int, ...]:
-    """The lengths above which LongRoPE turns all queries and keys of a batch by other angles (Phi-3 128k: 4096)."""
-    return tuple({one["original_max_position_embeddings"] for one in ropes(config) if one["rope_type"] == "longrope"})
 
 
 def ropes(config: Any) -> list[Mapping[str, Any]]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from llmgeom.batch import Batch, Rows, Tokens
 from llmgeom.cache import keys
-from llmgeom.cache.shards import Store, room
+from llmgeom.cache.shards import Store
 from llmgeom.errors import Unavailable, UserError, in_float64
 from llmgeom.files import digest, sha256
 from llmgeom.model.batching import BATCH_TOKENS, BatchRules, at_once, group_batches, plan_batches
@@ -201,16 +200,6 @@ class Pass:
         """Which of these shards are not stored."""
         return [i for i in shards if self.store is None or i not in self.store]
 
-    @contextmanager
-    def writing(self, shards: Sequence[int], shared: bool = False) -> Iterator[None]:
-        """Lock the store and check its disk space while these shards are made; see `Store.writing`."""
-        if self.store is None:
-            yield
-            return
-        with self.store.writing(shared):
-            room(self.store.folder, sum(self.sizes[i] for n in self.missing(shards) for i in self.groups[n]))
-            yield
-
 
 def plan_capture(
     reader: Reader,
@@ -288,7 +277,7 @@ def plan_capture(
 def plan_control(reader: Reader, seed: Draw | None, batch: Batch, sites: Iterable[Site], **options: Any) -> Pass:
     """`plan_capture` of the control of that draw, which need not exist; of the model itself for None."""
     if seed is not None:
-        reader = _knowing(reader, descent(reader, seed))
+        reader = replace(reader, facts={**reader.facts, **descent(reader, seed)})
     return plan_capture(reader, batch, sites, **options)
 
 
@@ -302,14 +291,9 @@ def descent(reader: Reader, seed: Draw, initial: bool = False) -> dict[str, Any]
 def unwritten(reader: Reader) -> Any:
     """The reader for plans of many captures that are made while nobody writes to its weights: they are hashed once."""
     try:
-        return _knowing(reader, {"files": identity(reader), "weights": None})
+        return replace(reader, facts={**reader.facts, "files": identity(reader), "weights": None})
     except UserError:  # offloaded, and not from files: plans without a store need no hash
         return reader
-
-
-def _knowing(reader: Reader, facts: Mapping[str, Any]) -> Any:
-    """The reader with further facts."""
-    return replace(reader, facts={**reader.facts, **facts})  # type: ignore[type-var]  # a Reader is a dataclass
 
 
 def identity(reader: Reader) -> str:

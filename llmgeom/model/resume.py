@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
@@ -80,8 +80,8 @@ def _read(reader: Reader, batch: Batch, batch_tokens: int, further: frozenset[Si
     size = tokens.data.numel() * depth * (facts["d_model"] + 2 * facts["kv_heads"] * facts["head_dim"])
     if size * next(reader.model.parameters()).itemsize > MOST:
         raise MemoryError(f"its clean pass takes more than {MOST / 2**30:.0f} GiB")
-    sites = (Site.RESIDUAL, Site.KEY, Site.VALUE)
-    capture = reader.capture(batch, {*sites, *further}, positions="all", batch_tokens=batch_tokens)
+    sites = {Site.RESIDUAL, Site.KEY, Site.VALUE, *further}
+    capture = reader.capture(batch, sites, positions="all", batch_tokens=batch_tokens)
 
     def padded(site: Any, layer: int) -> Tensor:
         rows = capture.tensors[site, layer]
@@ -89,24 +89,44 @@ def _read(reader: Reader, batch: Batch, batch_tokens: int, further: frozenset[Si
         whole[capture.prompt, capture.position] = rows
         return whole
 
-    def by_layer(site: Site) -> tuple[Tensor, ...]:
-        return tuple(padded(site, layer) for layer in range(depth))
-
-    key, value = (tuple(x.transpose(1, 2).contiguous() for x in by_layer(site)) for site in sites[1:])
-    kept = {at: padded(*at) for at in capture.tensors if at[0] in further}
-    return Clean(by_layer(Site.RESIDUAL), key, value, masks, returns, kept)
+    residual = tuple(padded(Site.RESIDUAL, layer) for layer in range(depth))
+    key, value = (
+        tuple(padded(site, layer).transpose(1, 2).contiguous() for layer in range(depth))
+        for site in (Site.KEY, Site.VALUE)
+    )
+    return Clean(residual, key, value, masks, returns, {at: padded(*at) for at in capture.tensors if at[0] in further})
 
 
 @torch.no_grad()
 def _seen(reader: Reader, tokens: Tokens | Rows) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
-    """The mask of each layer for the longest input, of which those of shorter ones are corners, and `Clean.returns`."""
+    """The mask of each layer for the longest input, of which those of shorter ones are corners, and `Clean.returns`.
+
+    Raises UnsupportedModel where inputs or heads have masks of their own, or layers return more than the stream.
+    """
     longest, width = int(tokens.lengths.argmax()), int(tokens.lengths.max())
     end = (torch.tensor([0]), torch.tensor([width - 1]))
     where = (torch.tensor([longest]), torch.zeros(1, width, dtype=torch.bool))
     recorder, returns = Recorder(reader.blocks, end, frozenset(), (), where), [0] * len(reader.blocks)
-    with reader.forward.attached(), _watched(reader.blocks, returns):
+
+    def watch(index: int) -> Any:
+        def hook(_module: Any, _args: Any, out: Any) -> None:
+            if isinstance(out, tuple | list):
+                if any(one is not None for one in out[1:]):
+                    raise UnsupportedModel("its layers return more than the residual stream")
+                returns[index] = len(out)
+
+        return hook
+
+    with ExitStack() as hooks, reader.forward.attached():
+        for index, block in enumerate(reader.blocks):
+            hooks.callback(block.layer.register_forward_hook(watch(index)).remove)
         reader.forward.run(recorder, tokens.data[[longest], :width])
-    return tuple(_alike(recorder.masks.get(layer)) for layer in range(len(reader.blocks))), tuple(returns)
+    masks: list[Tensor | None] = []
+    for mask in map(recorder.masks.get, range(len(reader.blocks))):
+        if mask is not None and mask.shape[0] * mask.shape[1] > 1 and not (mask == mask[:1, :1]).all():
+            raise UnsupportedModel("its inputs or heads have masks of their own")
+        masks.append(None if mask is None else mask[0, 0])
+    return tuple(masks), tuple(returns)
 
 
 def _compare(reader: Reader, batch: Batch, resume: Resume, edits: Sequence[Edit] = ()) -> None:
@@ -136,36 +156,6 @@ def _unable(reader: Reader, batch: Batch) -> str:
     if any(rope["rope_type"] in ("dynamic", "longrope") for rope in ropes(config)):
         return "its rotary embedding follows the longest text of a batch"
     return ""
-
-
-def _alike(mask: Tensor | None) -> Tensor | None:
-    """The one mask [position position] of all inputs. Raises UnsupportedModel where they differ."""
-    if mask is None:
-        return None
-    if mask.shape[0] * mask.shape[1] > 1 and not (mask == mask[:1, :1]).all():
-        raise UnsupportedModel("its inputs or heads have masks of their own")
-    return mask[0, 0]
-
-
-@contextmanager
-def _watched(blocks: Sequence[Block], returns: list[int]) -> Iterator[None]:
-    """See how many things each layer returns. Raises UnsupportedModel for more than the stream."""
-
-    def seen(index: int) -> Any:
-        def hook(_module: Any, _args: Any, out: Any) -> None:
-            if isinstance(out, tuple | list):
-                if any(one is not None for one in out[1:]):
-                    raise UnsupportedModel("its layers return more than the residual stream")
-                returns[index] = len(out)
-
-        return hook
-
-    handles = [block.layer.register_forward_hook(seen(index)) for index, block in enumerate(blocks)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from llmgeom.batch import Batch, Tokens
 from llmgeom.cache import interrupt
+from llmgeom.cache.shards import room
 from llmgeom.errors import UnsupportedModel, UserError
 from llmgeom.model.attention import INSTEAD, Recorder
 from llmgeom.model.capture import OUTPUTS, RANKS, Capture, Key, LazyTensors, Site, concatenated
@@ -28,6 +29,8 @@ from llmgeom.stats.information import entropy
 IN_MEMORY = 2**22  # bytes; a larger stored capture stays on disk: those of twenty controls would fill the memory
 HOLES = 2**26  # bytes; to give back less takes longer than it is worth
 Made = tuple[dict[Key, Tensor], list[str]]  # tensors, and what happened on the way, e.g. memory that ran out
+
+_trimmed = 0  # bytes that the process took when free memory was last given back
 
 
 def gather(
@@ -43,114 +46,98 @@ def gather(
         LookupError: With `only_stored`, a shard is missing or damaged.
         UserError: As `Model.capture`.
     """
-    plan = _begins(reader, plan, only_stored)
-    left_on_disk = plan.store if sum(plan.sizes) > IN_MEMORY else None
-    shards = range(len(plan.groups))
-    whole = _Whole(torch.argsort(plan.order))
+    on_disk = plan.store if sum(plan.sizes) > IN_MEMORY else None
+    place = torch.argsort(plan.order)  # of each row, in the order in which they come
+    tensors: dict[Key, Tensor] = {}
     events: list[str] = []
-    done = 0
-    attached = nullcontext() if only_stored else reader.forward.attached(plan.attends)
-    skipped: AbstractContextManager[None] = nullcontext()
-    if plan.resume is not None and (plan.resume.start > 0 or plan.resume.end is not None):
-        skipped = skipping(reader.blocks, plan.resume.clean.returns)
-    with attached, skipped, plan.writing(shards), _batches(reader, plan, shards) as batch:
-        for index in shards:
-            with interrupt.deferred():
-                part, happened = _shard(plan, index, None if only_stored else batch)
+    done = begin = 0
+    with _making(reader, plan, range(len(plan.groups)), only_stored) as shard:
+        for index, batches in enumerate(plan.groups):
+            part, happened = shard(index)
             events += happened
-            if left_on_disk is None:
-                whole.add(part)
-            done += sum(len(plan.batches[i]) for i in plan.groups[index])
+            if on_disk is None:
+                end = begin + len(next(iter(part.values()), ()))
+                insert(tensors, part, place[begin:end], len(place))
+                begin = end
+            done += sum(len(plan.batches[i]) for i in batches)
             if progress:
                 progress(done, len(plan.batch))
     prompt, position = plan.where.nonzero(as_tuple=True)
-    tensors = whole.tensors if left_on_disk is None else _on_disk(plan)
-    return Capture(plan.batch, prompt, position, plan.tokens.lengths, tensors, tuple(events))
+    whole: Mapping[Key, Tensor] = tensors
+    if on_disk is not None:
 
+        def read(key: Key, rows: Tensor | None) -> Tensor:
+            return on_disk.rows(_name(key), len(plan.groups), plan.order if rows is None else plan.order[rows])
 
-class _Heap:
-    """Gives the memory that is free back to the system, where the process has grown by `HOLES` since the last time.
-
-    glibc keeps the holes between what stays. In a scan of Pythia-410m in float32 they grew from .2 to .8 GiB. With musl
-    nothing can be given back.
-    """
-
-    def __init__(self) -> None:
-        self.rss = 0
-
-    def trim(self) -> None:
-        process = psutil.Process()
-        if hasattr(psutil, "heap_trim") and process.memory_info().rss > self.rss + HOLES:
-            psutil.heap_trim()
-            self.rss = process.memory_info().rss
-
-
-HEAP = _Heap()
-
-
-class _Whole:
-    """The tensors of a capture. The rows of each shard are added when it is made, so that no shard stays in memory.
-
-    Attributes:
-        place: [row] where each row belongs, in the order in which they come.
-        tensors: (site, layer) -> [row ...]; rows that have not come are undefined.
-    """
-
-    def __init__(self, place: Tensor) -> None:
-        self.place = place
-        self.tensors: dict[Key, Tensor] = {}
-
-    def add(self, part: Mapping[Key, Tensor]) -> None:
-        count = len(next(iter(part.values()), ()))
-        rows, self.place, every = self.place[:count], self.place[count:], len(self.place)
-        for key, tensor in part.items():
-            if key not in self.tensors:
-                self.tensors[key] = tensor.new_empty(every, *tensor.shape[1:])
-            whole = self.tensors[key]
-            if tensor.dim() > 1:  # attention rows are as wide as the longest prompt of their batch, and end in zeros
-                width = tensor.shape[-1]
-                if width > whole.shape[-1]:
-                    whole = self.tensors[key] = torch.nn.functional.pad(whole, (0, width - whole.shape[-1]))
-                elif width < whole.shape[-1]:
-                    whole[rows, ..., width:] = 0
-                whole = whole[..., :width]
-            whole[rows] = tensor
-
-
-def _begins(reader: Reader, plan: Pass, only_stored: bool = False) -> Pass:
-    """The plan with where its passes begin: after the tokens with which all of its inputs begin, or at the last."""
-    if not (plan.shared or plan.alone) or only_stored or not plan.missing(range(len(plan.groups))):
-        return plan
-    if plan.alone:
-        return replace(plan, resume=alone(reader, plan.batch, plan.edits))
-    longest = int(plan.tokens.lengths.argmax())
-    one = Tokens(plan.tokens.data[[longest]], plan.tokens.lengths[[longest]])
-    clean = clean_pass(reader, Batch(one, ("",), {}), further=plan.everywhere)
-    return plan if clean is None else replace(plan, resume=Resume(clean, 0, torch.tensor([plan.shared])))
+        whole = LazyTensors(read, [_key(name) for name in on_disk.names(0)] if plan.groups else [])
+    return Capture(plan.batch, prompt, position, plan.tokens.lengths, whole, tuple(events))
 
 
 def fill(reader: Reader, plan: Pass, shards: Sequence[int]) -> None:
     """Make some shards of a stored capture while other processes make the others."""
-    plan = _begins(reader, plan)
-    with (
-        reader.forward.attached(plan.attends),
-        plan.writing(shards, shared=True),
-        _batches(reader, plan, shards) as batch,
-    ):
+    with _making(reader, plan, shards, shared=True) as shard:
         for index in shards:
+            shard(index)
+
+
+def insert(tensors: dict[Key, Tensor], part: Mapping[Key, Tensor], rows: Tensor, count: int) -> None:
+    """Copy the tensors of a shard to `rows` of those of the whole capture, so that no shard stays in memory.
+
+    Args:
+        tensors: (site, layer) -> [row ...], each made when its first part comes.
+        part: The same of the shard. Attention rows are as wide as the longest prompt of their batch; narrower ones end
+            in zeros.
+        rows: Where each row of the shard belongs.
+        count: Rows of the whole.
+    """
+    for key, tensor in part.items():
+        if key not in tensors:
+            tensors[key] = tensor.new_zeros(count, *tensor.shape[1:])
+        columns: tuple[Any, ...] = ()
+        if tensor.dim() > 1:
+            width = tensor.shape[-1]
+            columns = (..., slice(width))
+            if (wider := width - tensors[key].shape[-1]) > 0:
+                tensors[key] = torch.nn.functional.pad(tensors[key], (0, wider))
+        tensors[key][(rows, *columns)] = tensor
+
+
+@contextmanager
+def _making(
+    reader: Reader, plan: Pass, shards: Sequence[int], only_stored: bool = False, shared: bool = False
+) -> Iterator[Callable[[int], Made]]:
+    """A function that gives a shard of the plan by its number, as `_shard`; batches of missing ones begin in advance.
+
+    Its passes begin after the tokens with which all inputs begin, or at the last one, where the plan says so.
+
+    Args:
+        only_stored: Make nothing. shared: Other processes make other shards.
+    """
+    if not only_stored and plan.missing(shards):
+        if plan.alone:
+            plan = replace(plan, resume=alone(reader, plan.batch, plan.edits))
+        elif plan.shared:
+            longest = int(plan.tokens.lengths.argmax())
+            one = Tokens(plan.tokens.data[[longest]], plan.tokens.lengths[[longest]])
+            if (clean := clean_pass(reader, Batch(one, ("",), {}), further=plan.everywhere)) is not None:
+                plan = replace(plan, resume=Resume(clean, 0, torch.tensor([plan.shared])))
+    batch = None
+    with ExitStack() as stack:
+        if not only_stored:
+            stack.enter_context(reader.forward.attached(plan.attends))
+            if plan.resume is not None and (plan.resume.start > 0 or plan.resume.end is not None):
+                stack.enter_context(skipping(reader.blocks, plan.resume.clean.returns))
+        if plan.store is not None:
+            stack.enter_context(plan.store.writing(shared))
+            room(plan.store.folder, sum(plan.sizes[i] for n in plan.missing(shards) for i in plan.groups[n]))
+        if not only_stored:
+            batch = stack.enter_context(_batches(reader, plan, shards))
+
+        def shard(index: int) -> Made:
             with interrupt.deferred():
-                _shard(plan, index, batch)
+                return _shard(plan, index, batch)
 
-
-def _on_disk(plan: Pass) -> LazyTensors:
-    """The tensors of a stored capture, each read on access."""
-    store, shards = plan.store, len(plan.groups)
-    assert store is not None
-
-    def read(key: Key, rows: Tensor | None) -> Tensor:
-        return store.rows(_name(key), shards, plan.order if rows is None else plan.order[rows])
-
-    return LazyTensors(read, [_key(name) for name in store.names(0)] if shards else [])
+        yield shard
 
 
 def _name(key: Key) -> str:
@@ -171,19 +158,14 @@ def _batches(reader: Reader, plan: Pass, shards: Iterable[int]) -> AbstractConte
     order = [i for index in plan.missing(shards) for i in plan.groups[index]]
 
     def begin(i: int) -> Callable[[], Made]:
-        return _begun(reader, plan, list(plan.batches[i]))
+        events: list[str] = []
+        arrived = _halved(reader, plan, list(plan.batches[i]), events)
+        return lambda: (arrived(), events)
 
     if "cuda" in reader.facts["device"]:
         return queued(begin, order)
     ordered = any(not edit.spec for edit in plan.edits) or not reader.forward.concurrent
     return ahead(lambda i: begin(i)(), order, 1 if ordered else min(plan.at_once, torch.get_num_threads()))
-
-
-def _begun(reader: Reader, plan: Pass, members: list[int]) -> Callable[[], Made]:
-    """Begins one planned batch; returns what waits for it and says what happened on the way."""
-    events: list[str] = []
-    arrived = _halved(reader, plan, members, events)
-    return lambda: (arrived(), events)
 
 
 def _shard(plan: Pass, index: int, batch: Callable[[int], Made] | None) -> Made:
@@ -199,7 +181,7 @@ def _shard(plan: Pass, index: int, batch: Callable[[int], Made] | None) -> Made:
     made = []
     for i in plan.groups[index]:
         made.append(batch(i))
-        HEAP.trim()
+        _give_back()
     parts, events = [tensors for tensors, _ in made], [event for _, happened in made for event in happened]
     part = parts[0] if len(parts) == 1 else {key: concatenated([one[key] for one in parts]) for key in parts[0]}
     if plan.store is not None:
@@ -207,6 +189,19 @@ def _shard(plan: Pass, index: int, batch: Callable[[int], Made] | None) -> Made:
         batches = [plan.batches[i] for i in plan.groups[index]]
         plan.store.write(index, named, {"batches": batches, "events": events})
     return part, events
+
+
+def _give_back() -> None:
+    """Give free memory back to the system, where the process has grown by `HOLES` since the last time.
+
+    glibc keeps the holes between what stays. In a scan of Pythia-410m in float32 they grew from .2 to .8 GiB. With musl
+    nothing can be given back.
+    """
+    global _trimmed
+    process = psutil.Process()
+    if hasattr(psutil, "heap_trim") and process.memory_info().rss > _trimmed + HOLES:
+        psutil.heap_trim()
+        _trimmed = process.memory_info().rss
 
 
 def _halved(reader: Reader, plan: Pass, members: list[int], events: list[str]) -> Callable[[], dict[Key, Tensor]]:
@@ -231,20 +226,14 @@ def _halved(reader: Reader, plan: Pass, members: list[int], events: list[str]) -
     return both
 
 
-def _places(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """(prompt, position) of every place of a mask that is true."""
-    prompt, position = mask.nonzero(as_tuple=True)
-    return prompt, position
-
-
 @torch.no_grad()
 def one_pass(reader: Reader, plan: Pass, members: list[int]) -> Callable[[], dict[Key, Tensor]]:
     """One forward pass of some inputs. What it returns waits for the device and gives the tensors at their rows."""
     lengths = plan.tokens.lengths[members]
     width = int(lengths.max())
     inputs = plan.tokens.data[members, :width]
-    rows = _places(plan.where[members, :width])
-    every = _places(torch.arange(width) < lengths[:, None]) if plan.everywhere else rows
+    rows: Any = plan.where[members, :width].nonzero(as_tuple=True)  # (prompt, position), as those below
+    every: Any = (torch.arange(width) < lengths[:, None]).nonzero(as_tuple=True) if plan.everywhere else rows
     examined, resumed, run, at, every_at = plan.examined[members, :width], None, inputs, rows, every
     if plan.resume is not None:
         resumed = plan.resume.of(members, lengths)
@@ -260,7 +249,13 @@ def one_pass(reader: Reader, plan: Pass, members: list[int]) -> Callable[[], dic
     tensors: dict[Any, Tensor] = {key: tensor for key, tensor in recorder.kept.items() if plan.keeps(key)}
     if plan.sites & OUTPUTS or plan.observers:
         log_probs = logits.log_softmax(-1, dtype=torch.float32)
-        tensors |= {(site, -1): tensor for site, tensor in _outputs(log_probs, plan.sites)}
+        if Site.ENTROPY in plan.sites:
+            tensors[Site.ENTROPY, -1] = entropy(log_probs)
+        if Site.LIKELY in plan.sites:
+            most = log_probs.topk(min(RANKS, log_probs.shape[-1]))
+            tensors[Site.LIKELY, -1] = torch.stack([most.indices.float(), most.values], 1)
+        if Site.LOG_PROBS in plan.sites:
+            tensors[Site.LOG_PROBS, -1] = log_probs
     if plan.everywhere and resumed is not None:
         for key, ran in recorder.kept_everywhere.items():
             clean = resumed.clean.further[key][resumed.own[every[0]], every[1].clamp(max=plan.shared)].to(ran)
@@ -314,17 +309,6 @@ def _check_pass(reader: Reader, plan: Pass, recorder: Recorder) -> None:
     for edit in plan.edits:
         if id(edit) not in recorder.touched:
             raise UserError(f"the edit at {edit.point} of layers {edit.layers} touched no layer; nothing was edited")
-
-
-def _outputs(log_probs: Tensor, sites: frozenset[Site]) -> Iterator[tuple[Site, Tensor]]:
-    """The sites that are made of next-token log-probabilities [row vocabulary]."""
-    if Site.ENTROPY in sites:
-        yield Site.ENTROPY, entropy(log_probs)
-    if Site.LIKELY in sites:
-        most = log_probs.topk(min(RANKS, log_probs.shape[-1]))
-        yield Site.LIKELY, torch.stack([most.indices.float(), most.values], 1)
-    if Site.LOG_PROBS in sites:
-        yield Site.LOG_PROBS, log_probs
 
 
 def _all_finite(tensors: Mapping[Any, Tensor]) -> Tensor:
@@ -392,10 +376,8 @@ def check_logits(reader: Reader, plan: Pass, finite: Tensor, prompts: list[int])
     reader.forward.run(recorder, inputs)
     bad = [layer for (_, layer), t in sorted(recorder.kept.items()) if not torch.isfinite(t).all()]
     place = "the output embedding" if not bad else "the input embedding" if bad[0] == 0 else f"layer {bad[0] - 1}"
-    raise UserError(
-        f"{reader.name} gives logits that are not finite on {_called(reader, plan, prompt)}; the first numbers that "
-        f"are not finite come from {place}: {_remedy(plan)}"
-    )
+    further = f"; the first numbers that are not finite come from {place}"
+    raise _not_finite(reader, plan, prompt, f"{reader.name} gives logits that are not finite", further)
 
 
 def check_rows(reader: Reader, plan: Pass, tensors: Mapping[Key, Tensor], members: list[int]) -> None:
@@ -406,25 +388,21 @@ def check_rows(reader: Reader, plan: Pass, tensors: Mapping[Key, Tensor], member
         rows = (~torch.isfinite(tensor.reshape(len(tensor), -1))).any(1).nonzero()
         if len(rows):
             prompt = members[int(plan.where[members].nonzero()[rows[0, 0], 0])]
-            what = site.replace("_", " ") + (f" of layer {layer}" if layer >= 0 else "")
-            raise UserError(
-                f"{reader.name}: {what} is not finite on {_called(reader, plan, prompt)}, and nothing is "
-                f"averaged over it: {_remedy(plan)}"
-            )
+            what = f"{reader.name}: {site.replace('_', ' ')}{f' of layer {layer}' if layer >= 0 else ''} is not finite"
+            raise _not_finite(reader, plan, prompt, what, ", and nothing is averaged over it")
 
 
-def _remedy(plan: Pass) -> str:
-    points = ", ".join(dict.fromkeys(edit.point for edit in plan.edits))
-    return (f"check what the edits return ({points}), " if points else "") + "try --dtype float32, or check the weights"
-
-
-def _called(reader: Reader, plan: Pass, prompt: int) -> str:
+def _not_finite(reader: Reader, plan: Pass, prompt: int, what: str, further: str) -> UserError:
+    called = ""
     if plan.batch.source.get("kind") == "self_check":
-        return f"prompt {prompt + 1} (random tokens, the self-check at load)"
-    if reader.tokenizer is None:
-        return f"prompt {prompt + 1}"
-    text = reader.tokenizer.decode(plan.tokens.data[prompt, : plan.tokens.lengths[prompt]])
-    return f"prompt {prompt + 1} ({text[:60]!r})"
+        called = " (random tokens, the self-check at load)"
+    elif reader.tokenizer is not None:
+        text = reader.tokenizer.decode(plan.tokens.data[prompt, : plan.tokens.lengths[prompt]])
+        called = f" ({text[:60]!r})"
+    points = ", ".join(dict.fromkeys(edit.point for edit in plan.edits))
+    first = f"check what the edits return ({points}), " if points else ""
+    remedy = f"{first}try --dtype float32, or check the weights"
+    return UserError(f"{what} on prompt {prompt + 1}{called}{further}: {remedy}")
 
 
 # ---- batches that are begun before their results are requested ------------------------------------------------------
