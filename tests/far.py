@@ -141,5 +141,4 @@ def every_model_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "load", loaded)
     monkeypatch.setattr(controls, "untrained", drawn(untrained))
     monkeypatch.setattr(controls, "initial", drawn(initial))
-    monkeypatch.setattr(controls, "redraw", lambda model, seed: False)
     monkeypatch.setattr(controls, "_described", lambda model: False)

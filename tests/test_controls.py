@@ -85,7 +85,6 @@ def test_the_seed_alone_decides(name):
     again = controls.untrained(FAMILIES[name].model(1), 3)
     assert equal(first, again) and not equal(first, controls.untrained(like, 4))
     assert torch.equal(before, torch.get_rng_state()), "the global generator goes on as if nothing was drawn"
-    assert controls.redraw(again, 5) and equal(again, controls.untrained(like, 5)), "what lay there before is gone"
     tied = like.get_input_embeddings().weight is like.get_output_embeddings().weight
     assert (again.get_input_embeddings().weight is again.get_output_embeddings().weight) == tied
 
@@ -212,9 +211,9 @@ def test_an_output_embedding_that_is_the_input_embedding_is_drawn_once(name):
     not be."""
     config = FAMILIES[name].config()
     config.tie_word_embeddings = True
-    control = controls.untrained(transformers.AutoModelForCausalLM.from_config(config), 0)
+    like = transformers.AutoModelForCausalLM.from_config(config)
     for seed in (0, 1):
-        assert controls.redraw(control, seed)
+        control = controls.untrained(like, seed)
         weight = control.model.embed_tokens.weight
         assert control.lm_head.weight is weight and weight[1:].any()
         assert not weight[config.pad_token_id].any()
@@ -254,19 +253,16 @@ def test_a_run_compares_attention_with_permuted_weights_of_the_trained_scale():
     assert abs(permuted - own) < 0.5 * own and untrained > 10 * own
 
 
-def test_controls_of_a_run_share_a_second_copy_of_what_the_caller_holds():
+def test_controls_of_a_model_that_the_caller_holds_leave_it_alone():
     subject = Model.of(FAMILIES["llama"].model(), name="tiny")
     weights = copy.deepcopy(subject.model.state_dict())
-    places = []
     with subject.controls() as draw:
         for seed in (1, 2, 3):
             control = draw(seed)
             assert same(control.capture(ragged(), Site), subject.untrained(seed).capture(ragged(), Site))
             assert control.facts["untrained"] == seed
-            places.append([parameter.data_ptr() for parameter in control.model.parameters()])
             assert all(torch.equal(x, weights[name]) for name, x in subject.model.state_dict().items())
             assert draw(None) is subject
-    assert places[0] == places[1] == places[2]
 
 
 def test_a_hash_is_not_computed_again_of_numbers_that_came_back(monkeypatch):

@@ -41,36 +41,60 @@ def untrained(like: Any, seed: Draw) -> Any:
     Raises:
         Unavailable: permuted weights of a model whose weights are packed, or spread over several places.
     """
+    places = _spread(like)
     if isinstance(seed, str):
-        return _copied(like, seed)
-    places = {group: torch.device("cpu") if place == "disk" else place for group, place in _spread(like).items()}
+        if places or getattr(like.config, "quantization_config", None):
+            raise Unavailable("the weights are packed, or in several places, and cannot be permuted")
+        model = copy.deepcopy(like)
+        permute(model, seed)
+        return model
     model = _weightless(like)
     if not places:
         model.to_empty(device=next(like.parameters()).device)
         return model if _drawn(model, seed, poison=True) else initial(like, seed)
     if _constructed(like):
         return initial(like, seed)
+    from accelerate.utils import offload_weight, set_module_tensor_to_device
+
     folder = _scratch(model)
     index: dict[str, Any] = {}
-    for group, place in places.items():
+    for group, place in places.items():  # those on the disk one after another: no two are in memory at once
         part = model.get_submodule(group)
-        part.to_empty(device=place)
+        part.to_empty(device=torch.device("cpu") if place == "disk" else place)
         if not _drawn(model, seed, group, poison=True):
             return initial(like, seed)
-        if like.hf_device_map[group] == "disk":
-            _offload(part, group, folder, index)
+        for name, parameter in [*part.named_parameters()] if place == "disk" else ():
+            offload_weight(parameter.detach(), f"{group}.{name}", folder, index)
+            set_module_tensor_to_device(part, name, "meta")
     return _dispatched(model, like, folder, index)
 
 
-def redraw(model: Any, seed: Draw) -> bool:
-    """Draw the weights of a control of `untrained` anew, in the same memory.
+def initial(like: Any, seed: int) -> Any:
+    """The weights that a training of the config of `like` begins with after `torch.manual_seed(seed)`.
 
-    False where they are not in memory, or where a control is `initial` or has permuted weights: it must not depend on
-    which others were drawn before it.
+    transformers draws them on the CPU, from one generator; they are then put where `like` is, in its precision.
     """
-    if is_permuted(seed) or _constructed(model) or any(tensor.is_meta for tensor in model.parameters()):
-        return False
-    return _drawn(model, seed, poison=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = _of_config(like)
+    if not _spread(like):
+        return model.to(device=next(like.parameters()).device)
+    return _dispatched(model, like, _scratch(model), None)
+
+
+def _weightless(like: Any) -> Any:
+    with torch.device("meta"):
+        return _of_config(like)
+
+
+def _of_config(like: Any) -> Any:
+    """A new model of a model's config, in its precision, which a config with packed weights does not say."""
+    config = copy.deepcopy(like.config)
+    vars(config).pop("quantization_config", None)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():  # buffers, such as rotary frequencies, keep the precision of the family
+        parameter.data = parameter.data.to(like.dtype)
+    return model
 
 
 def _constructed(like: Any) -> bool:
@@ -81,27 +105,25 @@ def _constructed(like: Any) -> bool:
     return bool(_spread(like) and getattr(like, "all_tied_weights_keys", None))
 
 
-def initial(like: Any, seed: int) -> Any:
-    """The weights that a training of the config of `like` begins with after `torch.manual_seed(seed)`.
-
-    transformers draws them on the CPU, from one generator; they are then put where `like` is, in its precision.
-    """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return _placed(transformers.AutoModelForCausalLM.from_config(_config(like)), like)
+def _spread(like: Any) -> dict[str, Any]:
+    """Module -> place, of a model that accelerate has divided over several; empty for one place."""
+    places = getattr(like, "hf_device_map", None) or {}
+    return places if len(set(map(str, places.values()))) > 1 else {}
 
 
-def _weightless(like: Any) -> Any:
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(_config(like))
-    _cast(model, like.dtype)
-    return model
+def _scratch(model: Any) -> str:
+    """A folder that is removed with the model."""
+    folder = tempfile.mkdtemp(prefix="llmgeom-control-")
+    weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
-def _config(like: Any) -> Any:
-    config = copy.deepcopy(like.config)
-    vars(config).pop("quantization_config", None)  # a control has the precision of the weights that are not packed
-    return config
+def _dispatched(model: Any, like: Any, folder: str, index: dict[str, Any] | None) -> Any:
+    from accelerate import dispatch_model
+    from accelerate.utils import save_offload_index
+
+    save_offload_index(index, folder)
+    return dispatch_model(model, like.hf_device_map, offload_dir=folder)
 
 
 # ---- in the memory of the model --------------------------------------------------------------------------------------
@@ -151,13 +173,15 @@ def in_place(
                         return False
                     able = True
             if able and saved is not None:
-                if is_permuted(seed):
+                if isinstance(seed, str):
                     saved.restore()
                 saved.drawn_over = True
-                if is_permuted(seed):
+                if isinstance(seed, str):
                     permute(model, seed)
                 else:
                     able = _drawn(model, seed, poison=True)
+                    if not able:  # permuted weights of it are copies
+                        saved.restore()
             return able
 
         yield draw
@@ -165,14 +189,17 @@ def in_place(
 
 def _described(model: Any) -> bool:
     """Whether a model has the parameters and buffers that its config gives, all of them in memory."""
-    if _constructed(model) or any(tensor.is_meta for tensor in _tensors(model)):
+    if _constructed(model) or any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         return False
-    return _shapes(model) == _shapes(_weightless(model))
-
-
-def _shapes(model: nn.Module) -> dict[str, Any]:
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return {name: (tensor.shape, tensor.dtype) for name, tensor in named}
+    ours, given = (
+        {
+            name: (tensor.shape, tensor.dtype)
+            for named in (one.named_parameters, one.named_buffers)
+            for name, tensor in named(remove_duplicate=False)
+        }
+        for one in (model, _weightless(model))
+    )
+    return ours == given
 
 
 # Where a tensor is: the parameters or buffers of a module, its name there, and the tensor.
@@ -260,8 +287,14 @@ def _drawn(model: Any, seed: Draw, group: str = "", poison: bool = False) -> boo
     Returns:
         Whether all floating parameters and buffers are finite; True without `poison`.
     """
-    _untie(model)
-    tensors = [x for x in _tensors(model.get_submodule(group)) if x.is_floating_point() and not x.is_meta]
+    # Each tied weight is taken apart until all others are drawn; it has no memory, so that drawing it costs nothing. An
+    # output embedding that is the input embedding would else be drawn again, by its own rule (ModernBERT) or with its
+    # bias (Phi), and the input embedding with it.
+    for path in model.all_tied_weights_keys:
+        module, name = path.rpartition(".")[::2]
+        setattr(model.get_submodule(module), name, nn.Parameter(model.get_parameter(path).to("meta")))
+    part = model.get_submodule(group)
+    tensors = [x for x in (*part.parameters(), *part.buffers()) if x.is_floating_point() and not x.is_meta]
     for tensor in tensors if poison else ():
         tensor.fill_(float("nan"))
     cuda = sorted({tensor.get_device() for tensor in tensors if tensor.is_cuda})
@@ -278,11 +311,6 @@ def _drawn(model: Any, seed: Draw, group: str = "", poison: bool = False) -> boo
     # NaN is the largest and the smallest of its tensor. A sum or `isfinite` would copy bfloat16 to float32 or to bool:
     # 1 GiB of Llama-3.2-1b's embedding.
     return not poison or all(bool(torch.stack(x.aminmax()).isfinite().all()) for x in tensors if x.numel())
-
-
-def is_permuted(seed: Draw) -> bool:
-    """Whether a draw is of permuted weights."""
-    return isinstance(seed, str)
 
 
 def permute(model: nn.Module, seed: Draw) -> None:
@@ -306,31 +334,6 @@ def permute(model: nn.Module, seed: Draw) -> None:
             done(index)
 
 
-def _copied(like: Any, seed: Draw) -> Any:
-    """A second copy of a model, with its weights permuted."""
-    if _spread(like) or getattr(like.config, "quantization_config", None):
-        raise Unavailable("the weights are packed, or in several places, and cannot be permuted")
-    model = copy.deepcopy(like)
-    permute(model, seed)
-    return model
-
-
-def _untie(model: Any) -> None:
-    """Take each tied weight apart until all others are drawn; it has no memory, so that drawing it costs nothing.
-
-    An output embedding that is the input embedding would else be drawn again, by its own rule (ModernBERT) or with its
-    bias (Phi), and the input embedding with it.
-    """
-    for path in model.all_tied_weights_keys:
-        owner, name = path.rpartition(".")[::2]
-        setattr(model.get_submodule(owner), name, nn.Parameter(model.get_parameter(path).to("meta")))
-
-
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
-
-
 def _modules(module: nn.Module, owner: Any, path: str = "") -> Iterator[tuple[str, Any, nn.Module]]:
     """(path, the pretrained model whose `_init_weights` is in charge, module), children before their parent.
 
@@ -344,50 +347,3 @@ def _modules(module: nn.Module, owner: Any, path: str = "") -> Iterator[tuple[st
 
 def _seed(seed: Draw, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big")
-
-
-# ---- placing ---------------------------------------------------------------------------------------------------------
-
-
-def _spread(like: Any) -> dict[str, Any]:
-    """Module -> place, of a model that accelerate has divided over several; empty for one place."""
-    places = getattr(like, "hf_device_map", None) or {}
-    return places if len(set(map(str, places.values()))) > 1 else {}
-
-
-def _placed(model: Any, like: Any) -> Any:
-    """A whole model in the precision of `like`, and where it is."""
-    _cast(model, like.dtype)
-    if not _spread(like):
-        return model.to(device=next(like.parameters()).device)
-    return _dispatched(model, like, _scratch(model), None)
-
-
-def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters alone: buffers, such as rotary frequencies, keep the precision that the family gives them."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-
-
-def _scratch(model: Any) -> str:
-    """A folder that is removed with the model."""
-    folder = tempfile.mkdtemp(prefix="llmgeom-control-")
-    weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
-    return folder
-
-
-def _offload(part: nn.Module, group: str, folder: str, index: dict[str, Any]) -> None:
-    """Move the parameters of one group of modules to disk, so that no two groups are in memory at once."""
-    from accelerate.utils import offload_weight, set_module_tensor_to_device
-
-    for name, parameter in list(part.named_parameters()):
-        offload_weight(parameter.detach(), f"{group}.{name}", folder, index)
-        set_module_tensor_to_device(part, name, "meta")
-
-
-def _dispatched(model: Any, like: Any, folder: str, index: dict[str, Any] | None) -> Any:
-    from accelerate import dispatch_model
-    from accelerate.utils import save_offload_index
-
-    save_offload_index(index, folder)
-    return dispatch_model(model, like.hf_device_map, offload_dir=folder)

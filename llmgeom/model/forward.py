@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float
@@ -141,34 +141,28 @@ def through_transformers(model: Any, name: str) -> tuple[Forward, tuple[Block, .
     return forward, layers, facts
 
 
-@runtime_checkable  # the shapes in signatures are checked in tests
-class Reader(Protocol):
-    """A `Model`, as the modules that it imports see it: a dataclass."""
+@dataclass(frozen=True, eq=False)
+class Reader:
+    """A `Model`, as the modules that it imports see it."""
 
-    __dataclass_fields__: ClassVar[dict[str, Any]]
+    model: Any
+    tokenizer: Any
+    name: str
+    facts: Mapping[str, Any]
+    blocks: tuple[Block, ...]
+    forward: Forward
+    edits: tuple[Edit, ...] = ()
 
-    @property
-    def model(self) -> Any: ...
-    @property
-    def tokenizer(self) -> Any: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def facts(self) -> Mapping[str, Any]: ...
-    @property
-    def blocks(self) -> tuple[Block, ...]: ...
-    @property
-    def forward(self) -> Forward: ...
-    @property
-    def edits(self) -> tuple[Edit, ...]: ...
-    @property
-    def weight_hash(self) -> str: ...
-    @property
-    def unembed(self) -> Callable[[Tensor], Tensor]: ...
-    def tokens(self, batch: Batch) -> Tokens | Rows: ...
-    def unavailable(self, sites: Iterable[Site], layers: Iterable[int] | None = None) -> str: ...
-    def partial(self, sites: Iterable[Site]) -> str: ...
-    def capture(self, batch: Batch, sites: Iterable[Site], *args: Any, **options: Any) -> Capture: ...
+    if TYPE_CHECKING:
+
+        @property
+        def weight_hash(self) -> str: ...
+        @property
+        def unembed(self) -> Callable[[Tensor], Tensor]: ...
+        def tokens(self, batch: Batch) -> Tokens | Rows: ...
+        def unavailable(self, sites: Iterable[Site], layers: Iterable[int] | None = None) -> str: ...
+        def partial(self, sites: Iterable[Site]) -> str: ...
+        def capture(self, batch: Batch, sites: Iterable[Site], *args: Any, **options: Any) -> Capture: ...
 
 
 def probe_batch(facts: Mapping[str, Any]) -> Batch:

@@ -61,10 +61,25 @@ def blocks(model: Any, name: str) -> tuple[Block, ...]:
     config: Any = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name}: model type {config.model_type!r} has an encoder; only decoders are read")
-    stack = _stack(model, name)
     bypassed = not getattr(model, "_can_set_attn_implementation", bool)()
     scale = float(getattr(config and config.get_text_config(), "residual_multiplier", None) or 1.0)
-    return tuple(_block(layer, [] if bypassed else attentions(layer), scale) for layer in stack)
+    found = []
+    for layer in _stack(model, name):
+        attending, children = [] if bypassed else attentions(layer), dict(layer.named_children())
+        attention = attending[0] if len(attending) == 1 else None
+        mixer = attention or next((children[name] for name in MIXERS if name in children), None)
+        mlp = next((children[name] for name in MLPS if name in children), None)
+        for after_mixer, after_mlp in NORMED:
+            if after_mixer in children and after_mlp in children:
+                mixer, mlp = children[after_mixer], children[after_mlp]
+                break
+        if mlp is None and type(mixer).__name__.lower().endswith(("mlp", "moe")):
+            mixer, mlp = None, mixer  # Nemotron-H: a layer is one thing alone, and all of them are called mixer
+        if attention is None:
+            found.append(Block(layer, None, None, mlp, mixer, scale))
+        else:
+            found.append(Block(layer, attention, mixer, mlp, None, scale))
+    return tuple(found)
 
 
 def _stack(model: Any, name: str) -> nn.ModuleList:
@@ -90,22 +105,6 @@ def attentions(layer: nn.Module) -> list[nn.Module]:
         if code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names:
             found.append(module)
     return found
-
-
-def _block(layer: nn.Module, attending: list[nn.Module], scale: float) -> Block:
-    children = dict(layer.named_children())
-    attention = attending[0] if len(attending) == 1 else None
-    mixer = attention or next((children[name] for name in MIXERS if name in children), None)
-    mlp = next((children[name] for name in MLPS if name in children), None)
-    for after_mixer, after_mlp in NORMED:
-        if after_mixer in children and after_mlp in children:
-            mixer, mlp = children[after_mixer], children[after_mlp]
-            break
-    if mlp is None and type(mixer).__name__.lower().endswith(("mlp", "moe")):
-        mixer, mlp = None, mixer  # Nemotron-H: a layer is one thing alone, and all of them are called mixer
-    if attention is None:
-        return Block(layer, None, None, mlp, mixer, scale)
-    return Block(layer, attention, mixer, mlp, None, scale)
 
 
 def attending(blocks: Iterable[Block]) -> tuple[int, ...]:

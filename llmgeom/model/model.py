@@ -23,8 +23,8 @@ from llmgeom.model import controls, hub, loading, running, self_check, tokenizin
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.capture import ATTENDING, Capture, Site
 from llmgeom.model.edits import Edit, Resume, TokenIds, integers, made, original, refusing
-from llmgeom.model.forward import Backend, Forward, Unembedding, through_transformers, unembedding_of
-from llmgeom.model.layers import Block, attending, without_attention
+from llmgeom.model.forward import Backend, Reader, Unembedding, through_transformers, unembedding_of
+from llmgeom.model.layers import attending, without_attention
 from llmgeom.model.passes import Draw, Observer, descent, identity, plan_capture
 from llmgeom.verbs import Verbs
 
@@ -32,7 +32,7 @@ FIRST_LOOK = frozenset({Site.VALUE, Site.RESIDUAL, Site.ENTROPY, Site.LIKELY})  
 
 
 @dataclass(frozen=True, eq=False)
-class Model(Verbs):
+class Model(Reader, Verbs):
     """A causal LM under examination. Make one with `Model.load` or, from objects in memory, `Model.of`.
 
     Attributes:
@@ -48,13 +48,6 @@ class Model(Verbs):
         in_place: Whether untrained controls may be drawn in the memory of the model, because `load` read it.
     """
 
-    model: Any
-    tokenizer: Any
-    name: str
-    facts: Mapping[str, Any]
-    blocks: tuple[Block, ...]
-    forward: Forward
-    edits: tuple[Edit, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     in_place: bool = False
 
@@ -192,51 +185,37 @@ class Model(Verbs):
 
         `control(seed)` is `untrained(seed)` until the next call, and `control(None)` the subject itself. The memory is
         that of a model that `load` read, whose weights are in a temporary file until the end of the block: do not read
-        the subject inside it otherwise. Else, and where `model.controls.in_place` cannot, it is a second copy.
+        the subject inside it otherwise. Else, and where `model.controls.in_place` cannot, each is a second copy.
 
         Args:
             folder: Where the file is made, if it exists; by default in the folder for temporary files.
             tell: Called with one sentence if the file has no room there, so that there is a second copy.
         """
-        last: Model | None = None
-        running_model = original(self.model)
-        with controls.in_place(running_model, folder, tell) if self.in_place else nullcontext() as draw:
-            # TransformerLens copies weights, and would not see them drawn anew.
-            redrawn = controls.redraw if self.forward.backend == "transformers" else lambda *_: False
+        here = original(self.model)
+        last: Model | None = None  # that was drawn in place
+        with controls.in_place(here, folder, tell) if self.in_place else nullcontext() as draw:
             origin: dict[str, Any] = {}
-
-            def restored() -> Model:
-                if draw is not None and last is not None and last.model is running_model:
-                    draw(None)
-                    loading.known_again(running_model)
-                return self
 
             def control(seed: Draw | None) -> Model:
                 nonlocal last
                 if seed is None:
-                    return restored()
+                    if draw is not None and last is not None:
+                        draw(None)
+                        loading.known_again(here)
+                    return self
                 origin.update(origin or descent(self, seed))  # before the weights that it hashes are drawn over
                 facts = {**origin, "untrained": seed}
-                if draw is not None and draw(seed):
-                    model = running_model
-                elif last is not None and redrawn(last.model, seed):
-                    model = last.model
-                else:
-                    last = None  # released before the next one is made
-                    model = controls.untrained(self.model, seed)
-                alike = self if model is running_model else last
-                lens = None if alike is None else vars(alike).get("_unembed")
-                if last is not None and last.model is model:
-                    last = replace(last, facts={**last.facts, **facts})
-                else:
-                    last = self._other(model, facts)
+                if draw is None or not draw(seed):
+                    return self._other(controls.untrained(self.model, seed), facts)
+                lens = vars(last or self).get("_unembed")
+                last = self._other(here, facts)
                 if lens is not None:  # through the same modules; to find them takes a pass
                     vars(last)["_unembed"] = lens
                 return last
 
             yield control
-        if last is not None and last.model is running_model:
-            loading.known_again(running_model)
+        if last is not None:
+            loading.known_again(here)
 
     def initial(self, seed: int) -> Model:
         """The step 0 of a training of this config that sets `torch.manual_seed(seed)` first."""
