@@ -10,7 +10,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from importlib.metadata import version
@@ -50,10 +50,12 @@ def run_spec(facts: Mapping[str, Any], weights: str, model: Any, tokenizer: Any)
     import transformers
 
     places = [place.split(":")[0] for place in facts["device"].split("+")]
+    config = json.loads(model.config.to_json_string(use_diff=False))
+    config.pop("_name_or_path", None)
     return {
         **{name: facts[name] for name in ("model_type", "dtype", "attention")},
         "weights": weights,
-        "config": sha256(_settings(model.config)),
+        "config": sha256(json.dumps(config, sort_keys=True).encode()),
         "tokenizer": _tokenizer(tokenizer),
         "adapters": adapters(model),
         # What `set_experts_implementation` chose; the config's JSON leaves it out.
@@ -121,17 +123,13 @@ def of_facts(batch: Batch) -> str:
     }
     tensors = {"query": batch.query, "target": batch.target}
     facts |= {name: sha256(x.numpy().tobytes()) for name, x in tensors.items() if x is not None}
-    return digest({**facts, "posterior": of_posterior(batch), "source": dict(batch.source)})
-
-
-def of_posterior(batch: Batch) -> str:
-    """A hash of a batch's exact answers; "" if it has none."""
-    if (posterior := batch.posterior) is None:
-        return ""
-    tensors = {name: x for name, x in vars(posterior).items() if hasattr(x, "numpy")}
-    tensors |= {f"trivial: {name}": each for name, each in posterior.trivial.items()}
-    hashes = {name: sha256(x.numpy().tobytes()) for name, x in tensors.items()}
-    return digest({**hashes, "outcomes": list(posterior.outcomes)})
+    answers = ""
+    if (posterior := batch.posterior) is not None:
+        tensors = {name: x for name, x in vars(posterior).items() if hasattr(x, "numpy")}
+        tensors |= {f"trivial: {name}": each for name, each in posterior.trivial.items()}
+        hashes = {name: sha256(x.numpy().tobytes()) for name, x in tensors.items()}
+        answers = digest({**hashes, "outcomes": list(posterior.outcomes)})
+    return digest({**facts, "posterior": answers, "source": dict(batch.source)})
 
 
 def of_pool(pool: Batch) -> str:
@@ -143,69 +141,54 @@ def of_pool(pool: Batch) -> str:
 
 
 def of_files(folder: str | os.PathLike) -> str:
-    """sha256 over config, weights, adapter, tokenizer and code in a folder, each by name and hash; 64 hex digits.
+    """sha256 over config, weights, adapter, tokenizer and code in a folder, each by name and hash; 64 hex digits."""
+    paths = sorted(p for p in Path(folder).iterdir() if READ.search(p.name))
+    return digest(dict(zip([path.name for path in paths], _hashed(paths), strict=True)))
+
+
+def of_file(path: Path) -> str:
+    """sha256 of one file; 64 hex digits."""
+    return _hashed([path])[0]
+
+
+def _hashed(paths: Sequence[Path]) -> list[str]:
+    """sha256 of each file.
 
     A large file of the hub's cache is a link to a blob that is named by its hash. Any other file is read once, and
-    again if its path, size, times or inode differ from the entry of hashes.json in the cache folder.
+    again if its path, size, times or inode differ from the entry of hashes.json in the cache folder. A file just
+    written has no entry.
     """
-    paths = sorted(p for p in Path(folder).iterdir() if READ.search(p.name))
-
-    def hashes(known: dict[str, Any]) -> dict[str, str]:
-        with ThreadPoolExecutor() as pool:  # the files of 7e9 parameters take one core 13 s
-            hashed = pool.map(lambda path: _named_by_hash(path) or _noted(path, known), paths)
-            return {path.name: found for path, found in zip(paths, hashed, strict=True)}
-
-    return digest(_remembering(hashes))
-
-
-def _remembering(hashed: Callable[[dict[str, Any]], Any]) -> Any:
-    """What a function of the noted hashes returns; those that it adds are noted in the cache folder."""
     note = cache_folder() / "hashes.json"
     try:
         known = dict(json.loads(note.read_bytes()))
     except (OSError, ValueError, TypeError):
         known = {}
     before = dict(known)
-    found = hashed(known)
+
+    def one(path: Path) -> str:
+        blob = os.path.basename(os.readlink(path)) if path.is_symlink() else ""
+        if re.fullmatch("[0-9a-f]{64}", blob):
+            return blob
+        now = path.stat()
+        stamp = [now.st_size, now.st_mtime_ns, now.st_ctime_ns, now.st_ino]
+        where = str(path.resolve())
+        match known.get(where):
+            case [noted, str(hexdigest)] if noted == stamp:
+                return hexdigest
+        with open(path, "rb") as file:
+            hexdigest = hashlib.file_digest(file, "sha256").hexdigest()
+        if time.time() - now.st_ctime > FRESH:
+            known[where] = [stamp, hexdigest]
+        return hexdigest
+
+    with ThreadPoolExecutor() as pool:  # the files of 7e9 parameters take one core 13 s
+        found = [*pool.map(one, paths)]
     if known != before:
         with contextlib.suppress(OSError, UserError):  # a cache that cannot be written only costs time
             note.parent.mkdir(parents=True, exist_ok=True)
             remove_unfinished(note.parent, note.name)
             write_whole(note, json.dumps(known, sort_keys=True).encode())
     return found
-
-
-def of_file(path: Path) -> str:
-    """sha256 of one file, read once as `of_files` reads each; 64 hex digits."""
-    return _remembering(lambda known: _noted(path, known))
-
-
-def _named_by_hash(path: Path) -> str:
-    """The sha256 in the name of a large file of the hub's cache; empty for any other file."""
-    name = os.path.basename(os.readlink(path)) if path.is_symlink() else ""
-    return name if re.fullmatch("[0-9a-f]{64}", name) else ""
-
-
-def _noted(path: Path, known: dict) -> str:
-    """The hash of a file, from the notes if its stamp is unchanged; a file just written is not noted."""
-    now = path.stat()
-    stamp = [now.st_size, now.st_mtime_ns, now.st_ctime_ns, now.st_ino]
-    where = str(path.resolve())
-    match known.get(where):
-        case [noted, str(hexdigest)] if noted == stamp:
-            return hexdigest
-    with open(path, "rb") as file:
-        hexdigest = hashlib.file_digest(file, "sha256").hexdigest()
-    if time.time() - now.st_ctime > FRESH:
-        known[where] = [stamp, hexdigest]
-    return hexdigest
-
-
-def _settings(config: Any) -> bytes:
-    """A config as bytes, without its folder."""
-    settings = json.loads(config.to_json_string(use_diff=False))
-    settings.pop("_name_or_path", None)
-    return json.dumps(settings, sort_keys=True).encode()
 
 
 @lru_cache(maxsize=8)

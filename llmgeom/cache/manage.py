@@ -51,15 +51,37 @@ class Run:
         """The run as a line of `llmgeom cache ls`."""
         part, count = f" ({self.unfinished} unfinished)" * bool(self.unfinished), len(self.captures)
         what = f"{count} capture{'s' * (count != 1)}{part}" if count else "no captures"
-        age = _age(now - self.written)
+        seconds, age = now - self.written, "just now"
+        for name, length in (("minute", 60), ("hour", 3600), ("day", 86400)):
+            if seconds >= length:
+                n = int(seconds // length)
+                age = f"{n} {name}{'s' * (n > 1)}"
         return f"{self.key[:12]}  {size_text(self.size):>9}  {age:>10}  {self.model}, {self.how}: {what}"
 
 
 def runs() -> list[Run]:
     """Every run in the cache, the last written first."""
-    root = captures_folder()
-    folders = [folder for folder in sorted(root.iterdir()) if folder.is_dir()] if root.is_dir() else []
-    return sorted(map(_run, folders), key=lambda run: -run.written)
+    root, found = captures_folder(), []
+    for folder in (place for place in root.iterdir() if place.is_dir()) if root.is_dir() else ():
+        body = _json(folder / RUN)
+        about, spec = body.get("about", {}), body.get("spec", {})
+        revision = f" at {about['revision'][:12]}" if about.get("revision") else ""
+        begun = {}
+        for capture in sorted(path.parent for path in folder.glob(f"*/{SPEC}")):
+            if stored := {known[1] for path in capture.iterdir() if (known := NAME.fullmatch(path.name))}:
+                begun[capture] = len(stored)
+        stats = list(files(folder))
+        run = Run(
+            folder,
+            model=f"{about['name']}{revision}" if about else OLDER,
+            how=f"{spec['dtype']} on {'+'.join(spec.get('device', ()))}" if spec else "no matter how",
+            captures=tuple(begun),
+            unfinished=sum(n < _json(one / SPEC).get("about", {}).get("shards", 0) for one, n in begun.items()),
+            size=sum(file.st_size for file in stats),
+            written=max((file.st_mtime for file in stats), default=folder.stat().st_mtime),
+        )
+        found.append(run)
+    return sorted(found, key=lambda run: (-run.written, run.key))
 
 
 def chosen(keys: Iterable[str]) -> list[Run]:
@@ -101,40 +123,11 @@ def remove(of: Iterable[Run]) -> int:
     return freed
 
 
-def _run(folder: Path) -> Run:
-    body = _json(folder / RUN)
-    about, spec = body.get("about", {}), body.get("spec", {})
-    revision = f" at {about['revision'][:12]}" if about.get("revision") else ""
-    device = "+".join(spec.get("device", ()))
-    stored = {path.parent: {known[1] for one in path.parent.iterdir() if (known := NAME.fullmatch(one.name))}
-              for path in sorted(folder.glob(f"*/{SPEC}"))}  # fmt: skip
-    begun = {one: len(shards) for one, shards in stored.items() if shards}
-    stats = list(files(folder))
-    return Run(
-        folder,
-        f"{about['name']}{revision}" if about else OLDER,
-        f"{spec['dtype']} on {device}" if spec else "no matter how",
-        tuple(begun),
-        sum(count < _json(one / SPEC).get("about", {}).get("shards", 0) for one, count in begun.items()),
-        sum(file.st_size for file in stats),
-        max((file.st_mtime for file in stats), default=folder.stat().st_mtime),
-    )
-
-
 def _json(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError):
         return {}
-
-
-def _age(seconds: float) -> str:
-    """A duration in its largest whole unit: "3 minutes"."""
-    for name, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
-        if seconds >= length:
-            n = int(seconds // length)
-            return f"{n} {name}{'s' * (n > 1)}"
-    return "just now"
 
 
 def table(of: Iterable[Run]) -> Iterator[str]:

@@ -85,13 +85,10 @@ def room(folder: str | os.PathLike, needed: float, what: str = "the captures tak
 def header(data: bytes) -> dict[str, Any]:
     """A shard's description of itself: schema, of (RUN/CAPTURE), shard, and the `about` of `Store.write`.
 
-    Raises ValueError: the data have none.
+    Raises ValueError, KeyError or TypeError: the data have none.
     """
-    try:
-        length = int.from_bytes(data[:8], "little")
-        return dict(json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["llmgeom"]))
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"no header of ours: {error}") from error
+    length = int.from_bytes(data[:8], "little")
+    return dict(json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["llmgeom"]))
 
 
 def flaw(name: str, data: bytes, of: str) -> str:
@@ -103,7 +100,7 @@ def flaw(name: str, data: bytes, of: str) -> str:
         return "it was cut or changed: its bytes do not have the hash in its name"
     try:
         about = header(data)
-    except ValueError:
+    except (ValueError, KeyError, TypeError):
         return "it does not say which capture it is of"
     if about.get("schema") != SCHEMA:
         return f"it has schema {about.get('schema')!r} and this version reads {SCHEMA}"
@@ -181,8 +178,18 @@ class Store:
         """The tensors of shard `index` and its header; None if it is absent or damaged (it is then set aside)."""
         from safetensors.torch import load
 
-        data = self._sound(index)
-        return None if data is None else (load(data), header(data))
+        if (path := self._there.get(index)) is None:
+            return None
+        try:
+            data = path.read_bytes()
+        except OSError:
+            del self._there[index]
+            return None
+        if why := flaw(path.name, data, self.of):
+            del self._there[index]
+            self._set_aside(path, why)
+            return None
+        return load(data), header(data)
 
     def names(self, index: int) -> tuple[str, ...]:
         """The names of the tensors in a shard that `read` found intact."""
@@ -289,21 +296,6 @@ class Store:
                 remove_unfinished(self.folder, "*.safetensors")
             self.refresh()
             yield
-
-    def _sound(self, index: int) -> bytes | None:
-        path = self._there.get(index)
-        if path is None:
-            return None
-        try:
-            data = path.read_bytes()
-        except OSError:
-            del self._there[index]
-            return None
-        if why := flaw(path.name, data, self.of):
-            del self._there[index]
-            self._set_aside(path, why)
-            return None
-        return data
 
     def _set_aside(self, path: Path, why: str) -> None:
         place = self.folder / ASIDE / path.name

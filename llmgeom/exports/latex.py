@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from llmgeom.files import digest, write_whole
@@ -55,33 +55,27 @@ def table(record: Record) -> Iterator[str]:
     weights = [record.subject.get(name) for name in ("files", "weights")]
     run = digest([record.facts.get("spec"), *weights, dict(record.source)])[:8]
     yield f"% {comment(record.title)}: {comment(str(record.facts.get('command', '')))}"
-    for kind, some in (
-        ("claims", [row for row in every if row.claim]),
-        ("measurements", [row for row in every if not row.claim]),
-    ):
-        if some:
-            yield from _float(f"{visible(record.title)}: {kind}", run, some)
-
-
-def _float(title: str, run: str, some: Sequence[Row]) -> Iterator[str]:
-    measured = [row for row in some if row.h]
-    names = list(dict.fromkeys(name for _, name in map(_null, measured) if name))
-    yield from (r"\begin{table}", r"\centering\scriptsize\setlength{\tabcolsep}{4pt}", rf"\caption{{{escaped(title)}}}")
-    label = re.sub(r"[^a-z0-9]+", "-", f"{title} {run}".lower()).strip("-")
-    yield from (rf"\label{{tab:llmgeom-{label}}}", rf"\begin{{tabular}}{{{COLUMNS}}}", r"\toprule")
-    yield from (" & ".join(HEAD) + r" \\", r"\midrule")
-    for row in measured:
-        band, name = _null(row)
-        mark = f"^{{{names.index(name) + 1}}}" if name else ""
-        number, _, unit = row.value.partition(" ")
-        value = f"${_math(number)}$" + (f"~{escaped(unit)}" if unit else "")
-        cells = (value, _range(row.interval), _range(band, mark), f"${_math(row.p)}$" if row.p else "--", row.n)
-        yield " & ".join((escaped(row.name), *cells[:-1], escaped(cells[-1]), escaped(row.verdict))) + r" \\"
-    yield from (r"\bottomrule", r"\end{tabular}")
-    notes = [f"$^{{{number}}}$ {escaped(name)}." for number, name in enumerate(names, 1)]
-    notes += [f"Not measured: {escaped(r.name)} ({escaped(r.why)})." for r in some if not r.h]
-    yield from (rf"\par\smallskip\raggedright {note}" for note in notes)
-    yield r"\end{table}"
+    for kind in ("claims", "measurements"):
+        if not (some := [row for row in every if bool(row.claim) == (kind == "claims")]):
+            continue
+        title, measured = f"{visible(record.title)}: {kind}", [row for row in some if row.h]
+        names = list(dict.fromkeys(name for _, name in map(_null, measured) if name))
+        yield from (r"\begin{table}", r"\centering\scriptsize\setlength{\tabcolsep}{4pt}")
+        label = re.sub(r"[^a-z0-9]+", "-", f"{title} {run}".lower()).strip("-")
+        yield from (rf"\caption{{{escaped(title)}}}", rf"\label{{tab:llmgeom-{label}}}")
+        yield from (rf"\begin{{tabular}}{{{COLUMNS}}}", r"\toprule", " & ".join(HEAD) + r" \\", r"\midrule")
+        for row in measured:
+            band, name = _null(row)
+            mark = f"^{{{names.index(name) + 1}}}" if name else ""
+            number, _, unit = row.value.partition(" ")
+            value = f"${_math(number)}$" + (f"~{escaped(unit)}" if unit else "")
+            cells = (value, _range(row.interval), _range(band, mark), f"${_math(row.p)}$" if row.p else "--")
+            yield " & ".join((escaped(row.name), *cells, escaped(row.n), escaped(row.verdict))) + r" \\"
+        yield from (r"\bottomrule", r"\end{tabular}")
+        notes = [f"$^{{{number}}}$ {escaped(name)}." for number, name in enumerate(names, 1)]
+        notes += [f"Not measured: {escaped(r.name)} ({escaped(r.why)})." for r in some if not r.h]
+        yield from (rf"\par\smallskip\raggedright {note}" for note in notes)
+        yield r"\end{table}"
 
 
 def escaped(text: str) -> str:

@@ -6,7 +6,8 @@ gave here on one sequence, and says how far apart they are.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -36,35 +37,8 @@ CAPTION = (
 COLUMNS = ("query", "exact entropy [bits]", "the model's entropy [bits]", "KL [bits]")
 
 
-@dataclass(frozen=True)
-class Family:
-    """Names of an architecture's modules other than attention; `gate` is empty if the MLP has none."""
-
-    first: str
-    second: str
-    final: str
-    up: str
-    down: str
-    act: str
-    gate: str = ""
-
-
-_LLAMA = Family(
-    "input_layernorm", "post_attention_layernorm", "model.norm", "mlp.up_proj", "mlp.down_proj", "silu", "mlp.gate_proj"
-)
-FAMILIES = {
-    "gpt2": Family("ln_1", "ln_2", "transformer.ln_f", "mlp.c_fc", "mlp.c_proj", "gelu_new"),
-    "gpt_neox": Family(
-        "input_layernorm",
-        "post_attention_layernorm",
-        "gpt_neox.final_layer_norm",
-        "mlp.dense_h_to_4h",
-        "mlp.dense_4h_to_h",
-        "gelu",
-    ),
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-}
+# Architectures that live.js can run: two norms a layer, and an MLP of two maps, or of three with a gate.
+FAMILIES = ("gpt2", "gpt_neox", "llama", "mistral")
 
 
 def write(record: Record, form: str, out: Path) -> list[str]:
@@ -145,8 +119,7 @@ def contents(subject: Model) -> dict[str, Any]:
     Raises UserError: an architecture outside FAMILIES, or more than LARGEST parameters.
     """
     model, config = subject.model, subject.model.config
-    family = FAMILIES.get(config.model_type)
-    if family is None:
+    if config.model_type not in FAMILIES:
         raise UserError(
             f"export live: {subject.name} is a {config.model_type} model; the page can run {', '.join(FAMILIES)}"
         )
@@ -157,11 +130,15 @@ def contents(subject: Model) -> dict[str, Any]:
             f"smaller one (--match-params {LARGEST // 2})"
         )
     rotary = getattr(config, "rope_parameters", None)
-    final = model.get_submodule(family.final)
+
+    def norms(modules: Iterable[nn.Module]) -> list[nn.Module]:
+        return [module for module in modules if "norm" in type(module).__name__.lower()]
+
+    final: Any = norms(model.modules())[-1]
     shape = {
         "heads": subject.facts["heads"],
         "kv": subject.facts["kv_heads"],
-        "act": family.act,
+        "act": getattr(config, "hidden_act", None) or config.activation_function,
         "eps": final.eps if isinstance(final, nn.LayerNorm) else final.variance_epsilon,
         "centred": isinstance(final, nn.LayerNorm),
         "parallel": bool(getattr(config, "use_parallel_residual", False)),
@@ -169,26 +146,28 @@ def contents(subject: Model) -> dict[str, Any]:
         "window": getattr(config, "sliding_window", None),
     }
     place = getattr(getattr(model, "transformer", None), "wpe", None)
+    layers = []
+    for i, block in enumerate(subject.blocks):
+        assert block.mlp_writer is not None  # as in every family of these
+        maps = [module for module in block.mlp_writer.modules() if isinstance(module, nn.Linear | Conv1D)]
+        roles = ("first", "second", *("gate", "up", "down")[-len(maps) :])
+        layer = {
+            role: _affine(module) for role, module in zip(roles, (*norms(block.layer.children()), *maps), strict=True)
+        }
+        for role in weights.ROLES:
+            each = range(subject.facts["heads" if role == "query" else "kv_heads"])
+            w, b = zip(*(weights.input_weights(subject, i, role, head) for head in each), strict=True)
+            layer[role] = {"w": _array(torch.cat(w, 1).T), "b": _array(torch.cat(b))}
+        layers.append(layer | {"output": _affine(weights.output_projection(subject, i))})
     return {
         "parameters": parameters,
         "shape": shape,
         "embed": _array(model.get_input_embeddings().weight),
         "place": None if place is None else _array(place.weight),
-        "layers": [_layer(subject, i, family) for i in range(len(subject.blocks))],
+        "layers": layers,
         "final": _affine(final),
         "head": _affine(model.get_output_embeddings()),
     }
-
-
-def _layer(subject: Model, i: int, family: Family) -> dict[str, Any]:
-    layer, attention = subject.blocks[i].layer, {}
-    for role in weights.ROLES:
-        each = range(subject.facts["heads" if role == "query" else "kv_heads"])
-        w, b = zip(*(weights.input_weights(subject, i, role, head) for head in each), strict=True)
-        attention[role] = {"w": _array(torch.cat(w, 1).T), "b": _array(torch.cat(b))}
-    named = {"first": family.first, "second": family.second, "up": family.up, "down": family.down, "gate": family.gate}
-    rest = {role: _affine(layer.get_submodule(path)) for role, path in named.items() if path}
-    return attention | rest | {"output": _affine(weights.output_projection(subject, i))}
 
 
 def _affine(module: nn.Module) -> dict[str, Any]:

@@ -19,37 +19,44 @@ from llmgeom.reports.table import floats, plain, rows, tables
 
 
 def write(record: Record, form: str, out: Path) -> list[str]:
-    """One of the four forms, at `out`."""
-    return {"csv": _csv, "parquet": _parquet, "safetensors": _arrays, "direction": _direction}[form](record, out)
+    """Write one of the four forms.
 
+    csv, parquet: the tables prompts, layers and estimates in the folder `out`; every digit; an empty cell where there
+    is none. safetensors: see `_arrays`. direction: a safetensors file with `direction` [coordinate] of length 1; site,
+    layer, scale and hashes as metadata.
 
-def _csv(record: Record, out: Path) -> list[str]:
-    """The tables prompts, layers and estimates in the folder `out`; every digit; an empty cell where there is none."""
+    Raises UserError: the record has no direction of a label.
+    """
+    if form == "safetensors":
+        return _arrays(record, out)
+    if form == "direction":
+        saved = SavedDirection.of(record, "label")
+        if saved is None:
+            raise UserError(
+                f"{record.title} holds no direction of a label: run llmgeom probe with a binary label or a number"
+            )
+        saved.save(out)
+        where = f"{saved.site.value} {saved.layer}, {saved.position} position"
+        return [f"{saved.target} at {where}; spread {saved.scale:.4g}"]
+    arrow = imported("pyarrow") if form == "parquet" else None
     out.mkdir(parents=True, exist_ok=True)
     lines = []
     for name, columns in tables(record).items():
-        rows = list(zip(*columns.values(), strict=True))
-        writer = csv.writer(text := io.StringIO(), lineterminator="\n")
-        writer.writerows([columns, *rows])
-        write_whole(out / f"{name}.csv", text.getvalue().encode())
-        lines.append(f"{name}.csv: {len(rows)} rows, {len(columns)} columns")
-    return lines
+        cells = list(zip(*columns.values(), strict=True))
+        if arrow is None:
+            csv.writer(text := io.StringIO(), lineterminator="\n").writerows([columns, *cells])
+            data = text.getvalue().encode()
+        else:
+            from pyarrow import parquet
 
-
-def _parquet(record: Record, out: Path) -> list[str]:
-    imported("pyarrow")
-    import pyarrow
-    from pyarrow import parquet
-
-    out.mkdir(parents=True, exist_ok=True)
-    lines = []
-    for name, columns in tables(record).items():
-        cells = {title: pyarrow.array(floats(column), from_pandas=True) for title, column in columns.items()}
-        table = pyarrow.table(cells).replace_schema_metadata({"llmgeom": plain(about(record))})
-        sink = pyarrow.BufferOutputStream()
-        parquet.write_table(table, sink)
-        write_whole(out / f"{name}.parquet", sink.getvalue().to_pybytes())
-        lines.append(f"{name}.parquet: {table.num_rows} rows, {table.num_columns} columns")
+            table = arrow.table(
+                {title: arrow.array(floats(column), from_pandas=True) for title, column in columns.items()}
+            )
+            sink = arrow.BufferOutputStream()
+            parquet.write_table(table.replace_schema_metadata({"llmgeom": plain(about(record))}), sink)
+            data = sink.getvalue().to_pybytes()
+        write_whole(out / f"{name}.{form}", data)
+        lines.append(f"{name}.{form}: {len(cells)} rows, {len(columns)} columns")
     return lines
 
 
@@ -92,20 +99,3 @@ def about(record: Record) -> dict[str, Any]:
         "warnings": list(record.warnings),
         "unmeasured": dict(record.unmeasured),
     }
-
-
-def of_label(record: Record) -> SavedDirection:
-    """The direction of the record's label. Raises UserError: it has none."""
-    saved = SavedDirection.of(record, "label")
-    if saved is None:
-        raise UserError(
-            f"{record.title} holds no direction of a label: run llmgeom probe with a binary label or a number"
-        )
-    return saved
-
-
-def _direction(record: Record, out: Path) -> list[str]:
-    """A safetensors file: `direction` [coordinate] of length 1; site, layer, scale and hashes as metadata."""
-    saved = of_label(record)
-    saved.save(out)
-    return [f"{saved.target} at {saved.site.value} {saved.layer}, {saved.position} position; spread {saved.scale:.4g}"]
