@@ -205,13 +205,6 @@ def test_too_little_memory_is_recognised_by_the_words_of_torch():
     assert "not enough memory" in str(hub.explain(torch.OutOfMemoryError("CUDA out of memory."), located))
 
 
-def test_native_is_what_transformers_says_it_is():
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as known
-
-    assert all(hub.native(name) for name in list(known)[::20]) and "phi3" in known
-    assert not any(hub.native(name) for name in ("vit", "nobodys", None))
-
-
 def test_a_cached_model_loads_beside_a_hub_that_hangs(tiny, cache, silent, monkeypatch):
     shutil.copytree(tiny, snapshot(cache, "o/good"), dirs_exist_ok=True)
     found = hub.locate("o/good", OLDER)

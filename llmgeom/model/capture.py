@@ -240,7 +240,7 @@ class Capture:
 
         `capture["value"]` is the site at all layers, and what has no layer. bfloat16 comes as float32, which NumPy has;
         entropies come in bits, in float64. `layers(site)` has both as they are stored, entropies in nats. Raises
-        LookupError for a site or a layer that was not captured.
+        LookupError for a site or a layer that was not captured, Unavailable where layers differ in shape.
         """
         if isinstance(place, tuple) and len(place) != 2:
             raise LookupError(f"capture[{place!r}]: expected a site, or a site and a layer")
@@ -248,13 +248,22 @@ class Capture:
         known = [*self]
         if site not in known:
             raise LookupError(f"{site!r} was not captured; this capture has {', '.join(known)}")
-        layers = self.layers(Site(site))
-        if site in ENTROPIES:
-            layers = Layers(lambda key: bits(self.tensors[key].double()), layers.keys)
-        else:
-            layers = Layers(lambda key: _wide(self.tensors[key]), layers.keys)
+
+        def read(key: Key) -> Tensor:
+            tensor = self.tensors[key]
+            if site in ENTROPIES:
+                return bits(tensor.double())
+            return tensor.float() if tensor.dtype is torch.bfloat16 else tensor
+
+        layers = Layers(read, self.layers(Site(site)).keys)
+        if layer is None and layers.keys[0][1] == -1:
+            return layers[0]
         if layer is None:
-            return layers[0] if layers.keys[0][1] == -1 else _stack(layers, site)
+            tensors = [*layers]
+            shapes = {tuple(tensor.shape) for tensor in tensors}
+            if len(shapes) > 1:
+                raise Unavailable(f"{site} has different shapes in different layers {sorted(shapes)}; use layers()")
+            return torch.stack(tensors)
         if isinstance(layer, int):
             numbers = [number for _, number in layers.keys]
             if layer not in numbers and not -len(numbers) <= layer < 0:
@@ -282,10 +291,6 @@ class Capture:
         if not keys:
             raise LookupError(f"{site} was not captured; add Site.{Site(site).name} to the sites")
         return Layers(self.tensors.__getitem__, tuple(keys))
-
-    def stacked(self, site: Site) -> Tensor:
-        """The tensors of a site along a new first axis `layer`. Raises Unavailable where layers differ in shape."""
-        return _stack(self.layers(site), site)
 
     @property
     def value(self) -> Float[Tensor, "layer row kv_head head_dim"]:
@@ -348,16 +353,3 @@ class Capture:
     def likely(self) -> Float[Tensor, "row 2 rank"]:
         """Ids and log-probabilities (nats) of the likeliest next tokens."""
         return self.layers(Site.LIKELY)[0]
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype is torch.bfloat16 else tensor  # NumPy has no bfloat16
-
-
-def _stack(layers: Layers, site: str) -> Tensor:
-    """Layers along a new first axis. Raises Unavailable where they differ in shape."""
-    tensors = list(layers)
-    shapes = {tuple(tensor.shape) for tensor in tensors}
-    if len(shapes) > 1:
-        raise Unavailable(f"{site} has different shapes in different layers {sorted(shapes)}; use layers()")
-    return torch.stack(tensors)

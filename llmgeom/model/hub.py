@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import importlib.util
 import json
 import os
 import re
@@ -182,8 +181,11 @@ def _check(folder: str, name: str, trust_remote_code: bool) -> None:
             raise Incomplete(f"{name}: no config.json in {folder}; {remedy}")
         config = read_json(os.path.join(folder, "config.json"))
         remote = isinstance(own := config.get("auto_map"), dict) and {"AutoConfig", "AutoModelForCausalLM"} & own.keys()
-        if remote and not trust_remote_code and not native(config.get("model_type")):
-            raise UserError(f"{name}: {REMOTE}")
+        if remote and not trust_remote_code:
+            from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as native
+
+            if config.get("model_type") not in native:  # many, such as Phi-3, are by now; their own code is not run
+                raise UserError(f"{name}: {REMOTE}")
         shards = [weights_file(names, name)]
         if shards[0] == INDEX:
             mapping = read_json(index := os.path.join(folder, INDEX)).get("weight_map")
@@ -254,18 +256,6 @@ def intact(path: str) -> int:
     if size != 8 + length + end:
         raise corrupt(path, f"{size} bytes where its header says {8 + length + end}")
     return len(header.keys() - {"__metadata__"})
-
-
-def native(model_type: object) -> bool:
-    """Whether the installed transformers implements this causal LM. Read from its source: an import takes seconds.
-
-    Many models with an `auto_map` (such as Phi-3) are native by now; their own code is then not run.
-    """
-    spec = importlib.util.find_spec("transformers")
-    table = Path(spec.origin if spec and spec.origin else "").parent / "models" / "auto" / "modeling_auto.py"
-    text = table.read_text(encoding="utf-8") if table.is_file() else ""
-    found = re.search(r"MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = OrderedDict\((.*?)\n\)", text, re.S)
-    return found is None or f'"{model_type}"' in found[1]  # no table: from_pretrained decides, before the weights
 
 
 def corrupt(path: str, why: str) -> UserError:

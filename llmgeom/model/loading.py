@@ -295,24 +295,13 @@ def weight_hash(model: Any, bits: bool = True) -> str:
 
 
 def _marks(state: Mapping[str, Tensor]) -> list[Any]:
-    """A value that changes if a tensor is replaced or written to; its last part is a sample of the numbers."""
-    marks: list[Any] = [(name, x.data_ptr(), 0 if x.is_inference() else x._version) for name, x in state.items()]
-    return [*marks, _sampled(state)]
+    """A value that changes if a tensor is replaced or written to; its last part is a sample of the numbers.
 
-
-def known_again(model: Any) -> None:
-    """The numbers of a model were written over and back: its hash is what it was, if a sample of them is."""
-    marks = _marks(model.state_dict())
-    if (known := _hashes.get(model)) is not None and known[0][-1] == marks[-1]:
-        _hashes[model] = marks, *known[1:]
-
-
-def _sampled(state: Mapping[str, Tensor]) -> str:
-    """sha256 over at least one number of each row and each column of every matrix, and all numbers of a vector.
-
-    A write through `.data` to a head, a neuron or a token is seen by it, and any scale or exchange of weights; one to
-    a single number mostly is not. Of Pythia-410m it takes 0.03 s on one core, `_bits` 0.6 and `tensors_hash` 2.1.
+    It is sha256 over at least one number of each row and each column of every matrix, and all numbers of a vector. A
+    write through `.data` to a head, a neuron or a token is seen by it, and any scale or exchange of weights; one to a
+    single number mostly is not. Of Pythia-410m it takes 0.03 s on one core, `_bits` 0.6 and `tensors_hash` 2.1.
     """
+    marks: list[Any] = [(name, x.data_ptr(), 0 if x.is_inference() else x._version) for name, x in state.items()]
     samples: dict[torch.device, list[Tensor]] = {}
     for tensor in state.values():
         columns = tensor.shape[-1] if tensor.dim() else 1
@@ -324,7 +313,14 @@ def _sampled(state: Mapping[str, Tensor]) -> str:
     total = hashlib.sha256()
     for parts in samples.values():  # one copy from each device: each waits for all its work
         total.update(torch.cat(parts).cpu().numpy().tobytes())
-    return total.hexdigest()
+    return [*marks, total.hexdigest()]
+
+
+def known_again(model: Any) -> None:
+    """The numbers of a model were written over and back: its hash is what it was, if a sample of them is."""
+    marks = _marks(model.state_dict())
+    if (known := _hashes.get(model)) is not None and known[0][-1] == marks[-1]:
+        _hashes[model] = marks, *known[1:]
 
 
 def _bits(state: Mapping[str, Tensor]) -> list[int]:

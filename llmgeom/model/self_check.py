@@ -49,14 +49,20 @@ def check(reader: Reader) -> dict[str, Any]:
     read = attending(reader.blocks)
     writing = [Site.MLP_OUT] if any(block.mlp_writer is not None for block in reader.blocks) else []
     whole = seen(Site.RESIDUAL, *writing, *([Site.ATTN_OUT] if read else []))
-    plain, states, mixed = _plain(reader, tokens)
+    plain, states, mixers = _plain(reader, tokens)
     report: dict[str, Any] = {}
     outcome = {Site.LOG_PROBS}
     if read:
         try:
             inner = seen(Site.ATTENTION, Site.VALUE, Site.Z)
-            together = zip(*map(inner.layers, (Site.ATTENTION, Site.VALUE, Site.Z)), strict=True)
-            report["rows"] = max(_relative(_mix(row, value, inner.prompt), z) for row, value, z in together)
+            errors = []
+            for rows, value, z in zip(*map(inner.layers, (Site.ATTENTION, Site.VALUE, Site.Z)), strict=True):
+                group, mixed = rows.shape[1] // value.shape[1], []
+                for row, prompt in zip(rows, inner.prompt, strict=True):  # its weights times its own prompt's values
+                    mine = value[inner.prompt == prompt].float().repeat_interleave(group, dim=1)
+                    mixed.append(torch.einsum("hk,khd->hd", row[:, : len(mine)], mine))
+                errors.append(_relative(torch.stack(mixed), z))
+            report["rows"] = max(errors)
             outcome.add(Site.ATTENTION_FIRST)  # so that the pass goes through our attention function
         except UnsupportedModel as refusal:
             report["attention"] = str(refusal)
@@ -71,7 +77,7 @@ def check(reader: Reader) -> dict[str, Any]:
             f"{reader.name} ({reader.facts['model_type']}) fails the self-check {report}: what would be captured "
             f"is not what the model computes; {reader.forward.remedy}"
         )
-    report |= _writes(reader.blocks, whole, mixed, tolerance)
+    report |= _writes(reader.blocks, whole, mixers, tolerance)
     return report
 
 
@@ -179,16 +185,6 @@ def _unmarked(model: Any) -> Iterator[None]:
             for key, hook in [*module._forward_hooks.items()]:
                 if "output_capturing_hook" in getattr(hook, "__qualname__", ""):
                     del module._forward_hooks[key]
-
-
-def _mix(row: Tensor, value: Tensor, prompt: Tensor) -> Tensor:
-    """Each row's weights times the values of its own prompt: [row head head_dim] float32."""
-    out = []
-    group = row.shape[1] // value.shape[1]
-    for i in range(len(row)):
-        mine = value[prompt == prompt[i]].float().repeat_interleave(group, dim=1)
-        out.append(torch.einsum("hk,khd->hd", row[i, :, : len(mine)], mine))
-    return torch.stack(out)
 
 
 def _relative(x: Tensor, y: Tensor) -> float:

@@ -11,7 +11,7 @@ import copy
 import threading
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import Any, ClassVar
 
@@ -22,7 +22,7 @@ from llmgeom.model.attention import Recorder
 from llmgeom.model.capture import ROWS, Site
 from llmgeom.model.edits import Point
 from llmgeom.model.forward import Backend, Forward
-from llmgeom.model.layers import THROUGH_TL, Block
+from llmgeom.model.layers import THROUGH_TL, Block, blocks
 
 HOOKS = {
     Site.VALUE: "attn.hook_v",
@@ -100,8 +100,12 @@ class BridgeForward(Forward):
                     f"{self.name}: an edit at {point} cannot be made through TransformerLens; edit one of "
                     f"{', '.join(POINTS)}, or leave --backend tl out where transformers reads the model"
                 )
-        rotated = {site: "" if self._as_projected(site) else "rot_" for site in (Site.KEY, Site.QUERY)}
-        hooks = HOOKS | {Site.KEY: f"attn.hook_{rotated[Site.KEY]}k", Site.QUERY: f"attn.hook_{rotated[Site.QUERY]}q"}
+        # Whether attention consumes keys and queries as they are projected. MPT may clip them; OPT scales its queries.
+        config = self.model.config
+        clipped = getattr(getattr(config, "attn_config", None), "clip_qkv", None)
+        as_projected = config.model_type in AS_PROJECTED and not clipped
+        key = "attn.hook_k" if as_projected or config.model_type == "opt" else "attn.hook_rot_k"
+        hooks = HOOKS | {Site.KEY: key, Site.QUERY: "attn.hook_q" if as_projected else "attn.hook_rot_q"}
         sites = recorder.wanted | {Site.Z} | ({Site.ATTENTION} if recorder.wanted & ROWS else set())
         acts = {
             f"blocks.{layer}.{hook}": (site, self._act(recorder, site, layer))
@@ -112,13 +116,6 @@ class BridgeForward(Forward):
         if Site.RESIDUAL in sites:
             acts[f"blocks.{depth - 1}.hook_resid_post"] = (Site.RESIDUAL, self._act(recorder, Site.RESIDUAL, depth))
         return acts
-
-    def _as_projected(self, site: Site) -> bool:
-        """Whether attention consumes keys or queries as they are projected."""
-        config = self.model.config
-        clipped = getattr(getattr(config, "attn_config", None), "clip_qkv", None)  # MPT
-        keys_alone = config.model_type == "opt" and site is Site.KEY  # OPT scales its queries after the projection
-        return (config.model_type in AS_PROJECTED or keys_alone) and not clipped
 
     def _act(self, recorder: Recorder, site: Site, layer: int) -> Callable[[Tensor], Tensor | None]:
         heads, dim = self.bridge.cfg.n_heads, self.bridge.cfg.d_head
@@ -165,7 +162,21 @@ def through_transformer_lens(model: Any, name: str) -> tuple[BridgeForward, tupl
     Raises UnsupportedModel: TransformerLens cannot wrap the model, or one of its layers.
     """
     bridge = _boot(model, name)
-    layers = _blocks(model, bridge, name)
+    # Where attention keeps to itself, the module that mixes positions is it.
+    layers = tuple(
+        replace(
+            one,
+            attention=one.attention or one.mixer,
+            attention_writer=one.attention_writer or one.mixer,
+            mixer=None,
+        )
+        for one in blocks(model, name)
+    )
+    for index, block in enumerate(layers):
+        if block.attention is None or block.mlp_writer is None:
+            raise UnsupportedModel(
+                f"{name}: layer {index} is not attention and MLP, so TransformerLens cannot read it; {OTHERWISE}"
+            )
     forward = BridgeForward(model, name, layers, bridge)
     facts = {
         "kv_heads": bridge.cfg.n_key_value_heads or bridge.cfg.n_heads,
@@ -203,19 +214,3 @@ def _boot(model: Any, name: str) -> Any:
                 f"({type(error).__name__}: {first_line(error)}); {OTHERWISE}"
             ) from error
     return bridge
-
-
-def _blocks(model: Any, bridge: Any, name: str) -> tuple[Block, ...]:
-    """The layers of `model`, by the paths of TransformerLens' adapter. Raises UnsupportedModel where one has none."""
-    blocks = []
-    for index, block in enumerate(bridge.blocks):
-        if not (hasattr(block, "attn") and hasattr(block, "mlp")):
-            raise UnsupportedModel(
-                f"{name}: layer {index} is not attention and MLP, so TransformerLens cannot read it; {OTHERWISE}"
-            )
-        layer = model.get_submodule(block.name)
-        attention = layer.get_submodule(block.attn.name)
-        # OPT's MLP is no module of its own. The bridge's hooks do not need it; the self-check then leaves writes out.
-        mlp = layer.get_submodule(block.mlp.name) if block.mlp.name else None
-        blocks.append(Block(layer, attention, attention, mlp))
-    return tuple(blocks)
