@@ -135,11 +135,11 @@ def test_where_the_memory_is_not_to_be_used_a_control_is_a_second_copy(why, monk
         monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", lambda config, **_: Forgetful(config))
         model = Forgetful(config).eval()
         subject = replace(Model.of(model, name="tiny"), in_place=True)
-    before = state(model)
+    before, expected = state(model), {seed: subject.untrained(seed).model for seed in (1, 2, "permuted 1")}
     with subject.controls() as draw:
-        for seed in (1, 2):
+        for seed, other in expected.items():
             control = draw(seed)
-            assert control.model is not model and equal(control.model, subject.untrained(seed).model)
+            assert control.model is not model and equal(control.model, other)
     assert unchanged(model, before)
 
 

@@ -125,9 +125,9 @@ def of_facts(batch: Batch) -> str:
     facts |= {name: sha256(x.numpy().tobytes()) for name, x in tensors.items() if x is not None}
     answers = ""
     if (posterior := batch.posterior) is not None:
-        tensors = {name: x for name, x in vars(posterior).items() if hasattr(x, "numpy")}
-        tensors |= {f"trivial: {name}": each for name, each in posterior.trivial.items()}
-        hashes = {name: sha256(x.numpy().tobytes()) for name, x in tensors.items()}
+        exact = {name: x for name, x in vars(posterior).items() if hasattr(x, "numpy")}
+        exact |= {f"trivial: {name}": each for name, each in posterior.trivial.items()}
+        hashes = {name: sha256(x.numpy().tobytes()) for name, x in exact.items()}
         answers = digest({**hashes, "outcomes": list(posterior.outcomes)})
     return digest({**facts, "posterior": answers, "source": dict(batch.source)})
 
