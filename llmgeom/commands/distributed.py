@@ -64,6 +64,7 @@ class Share:
                 whole = drawn and controls >= self.count
                 if missing := self._missing(work, whole):
                     if seed is not None and drawn and (not built or built.facts["untrained"] != seed):
+                        built = None  # released before the next one is made
                         built = control(seed)
                     running.fill(built or subject, work, missing)
                 last = done == len(works) or works[done][:2] != (kind, seed)

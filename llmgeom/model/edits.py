@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from numbers import Real
 from operator import index
 from typing import Any, Literal
@@ -324,7 +324,16 @@ def made(
     if callable(fn):
         function = fn if _reads_where(fn) else lambda x, where: fn(x)
     elif isinstance(fn, Tensor | np.ndarray):
-        function = partial(_filled, torch.as_tensor(fn))
+        value = torch.as_tensor(fn)
+
+        def function(x: Tensor, where: Where) -> Tensor:
+            """The tensor in the place of x, repeated along the axes that it does not have."""
+            try:
+                return value.to(x).expand_as(x)
+            except RuntimeError:
+                shapes = f"{tuple(value.shape)}: x has shape {tuple(x.shape)}"
+                raise UserError(f"an edit to a tensor of shape {shapes}") from None
+
     elif isinstance(fn, Real):
         function, spec = (lambda x, where: torch.full_like(x, fn)), spec or {"set to": str(fn)}
     else:
@@ -368,14 +377,6 @@ def refusing(model: Any) -> Any:
 def original(model: Any) -> Any:
     """The model that runs, of one that torch.compile wrapped or that refuses to."""
     return getattr(model, "_orig_mod", model)
-
-
-def _filled(value: Tensor, x: Tensor, where: Where) -> Tensor:
-    """A tensor in the place of x, repeated along the axes that it does not have."""
-    try:
-        return value.to(x).expand_as(x)
-    except RuntimeError:
-        raise UserError(f"an edit to a tensor of shape {tuple(value.shape)}: x has shape {tuple(x.shape)}") from None
 
 
 def _reads_where(fn: Callable[..., Tensor]) -> bool:

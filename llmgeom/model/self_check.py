@@ -115,7 +115,7 @@ def writes(reader: Reader) -> str:
     A model in memory is checked when it is first asked for them, and once, however it is edited; in a context without
     recorder, since that may be within an edit of another pass.
     """
-    if (report := _known(reader)) is None:
+    if (report := reader.facts.get("self_check", _reports.get(reader.forward))) is None:
         try:
             report = Context().run(check, reader)
         except UserError as refusal:
@@ -126,12 +126,8 @@ def writes(reader: Reader) -> str:
 
 def alike(control: Reader, reader: Reader) -> None:
     """Take over the check of a model's writes for its control: both have the same architecture."""
-    if (report := _known(reader)) is not None:
+    if (report := reader.facts.get("self_check", _reports.get(reader.forward))) is not None:
         _reports[control.forward] = report
-
-
-def _known(reader: Reader) -> dict[str, Any] | None:
-    return reader.facts.get("self_check", _reports.get(reader.forward))
 
 
 @torch.no_grad()

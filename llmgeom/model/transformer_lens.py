@@ -159,42 +159,10 @@ class BridgeForward(Forward):
 def through_transformer_lens(model: Any, name: str) -> tuple[BridgeForward, tuple[Block, ...], dict[str, Any]]:
     """How to run a model, its layers, and its facts where they differ from those of its config.
 
+    The bridge is around a copy of the model, for it rewrites what it is given. It reads no network and no files.
+
     Raises UnsupportedModel: TransformerLens cannot wrap the model, or one of its layers.
     """
-    bridge = _boot(model, name)
-    # Where attention keeps to itself, the module that mixes positions is it.
-    layers = tuple(
-        replace(
-            one,
-            attention=one.attention or one.mixer,
-            attention_writer=one.attention_writer or one.mixer,
-            mixer=None,
-        )
-        for one in blocks(model, name)
-    )
-    for index, block in enumerate(layers):
-        if block.attention is None or block.mlp_writer is None:
-            raise UnsupportedModel(
-                f"{name}: layer {index} is not attention and MLP, so TransformerLens cannot read it; {OTHERWISE}"
-            )
-    forward = BridgeForward(model, name, layers, bridge)
-    facts = {
-        "kv_heads": bridge.cfg.n_key_value_heads or bridge.cfg.n_heads,
-        "head_dim": bridge.cfg.d_head,
-        "attention": forward.attention,
-        "backend": _version(),
-    }
-    if "local" in getattr(model.config, "attention_layers", ()):
-        facts["window"] = model.config.window_size
-    return forward, layers, facts
-
-
-def _version() -> str:
-    return f"transformer_lens {version('transformer-lens')}"
-
-
-def _boot(model: Any, name: str) -> Any:
-    """A bridge around a copy of the model, for the bridge rewrites what it is given. Reads no network and no files."""
     copied = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
     if copied._can_set_attn_implementation():
         copied.set_attn_implementation("eager")
@@ -213,4 +181,26 @@ def _boot(model: Any, name: str) -> Any:
                 f"{name}: TransformerLens cannot wrap {type(model).__name__} "
                 f"({type(error).__name__}: {first_line(error)}); {OTHERWISE}"
             ) from error
-    return bridge
+    layers = []
+    for index, block in enumerate(blocks(model, name)):
+        # Where attention keeps to itself, the module that mixes positions is it.
+        attention, writer = block.attention or block.mixer, block.attention_writer or block.mixer
+        if attention is None or block.mlp_writer is None:
+            raise UnsupportedModel(
+                f"{name}: layer {index} is not attention and MLP, so TransformerLens cannot read it; {OTHERWISE}"
+            )
+        layers.append(replace(block, attention=attention, attention_writer=writer, mixer=None))
+    forward = BridgeForward(model, name, tuple(layers), bridge)
+    facts = {
+        "kv_heads": bridge.cfg.n_key_value_heads or bridge.cfg.n_heads,
+        "head_dim": bridge.cfg.d_head,
+        "attention": forward.attention,
+        "backend": _version(),
+    }
+    if "local" in getattr(model.config, "attention_layers", ()):
+        facts["window"] = model.config.window_size
+    return forward, forward.blocks, facts
+
+
+def _version() -> str:
+    return f"transformer_lens {version('transformer-lens')}"
