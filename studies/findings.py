@@ -344,13 +344,13 @@ def believed() -> list[str]:
                 f"{value(known, '.2f')} beyond all rivals. **The slow chain can**: there a tunnel has "
                 f"{value(taught, '.2f')} and SmolLM2 {value(asked, '.2f')} ({copy}; another seed, words, commas: "
                 f"{', '.join(number(x[0], '.2f') for x in others)}). **SmolLM2's answer does not move "
-                f"with that belief**, {value(answer, '.2f')} of the way (with that of `hmm` {value(other, '.2f')}), and "
-                "lies further from the exact one than an even answer.",
+                f"with that belief**, {value(answer, '.2f')} of the way (with that of `hmm` {value(other, '.2f')}), "
+                "and lies further from the exact one than an even answer.",
                 known["value"] < 0.1,
                 taught["low"] > 0.5,
                 asked["low"] > 0 and asked["high"] < taught["low"],
                 answer["low"] < 0 < answer["high"] < 0.25,
-                0 < other["low"] and other["high"] < 0.5,
+                other["low"] > 0 and other["high"] < 0.5,
                 slow["positions"]["KL to the exact next symbol"][-1] > slow["positions"]["KL of an even answer"][-1],
             )
         ),
