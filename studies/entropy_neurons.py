@@ -34,8 +34,9 @@ import llmgeom
 from llmgeom.batch import Batch
 from llmgeom.errors import Unavailable
 from llmgeom.model.model import Model
+from llmgeom.model.weights import norm_gain
 from llmgeom.probe import Site
-from llmgeom.probes.interventions.axis import Axis, norm_gain
+from llmgeom.probes.interventions.axis import Axis
 from llmgeom.probes.shared.matrices import last_layer
 from llmgeom.prompts.domains import Domain
 from llmgeom.prompts.pool import stratify
@@ -102,7 +103,7 @@ def axis_changes(subject: Model, seen: Any, batch: Batch, first: np.ndarray) -> 
         x = last_layer(seen, site) if site is Site.VALUE else residual.double().numpy()
         for direction in ("pc1", "ridge"):
             axis = Axis.estimate(x[first], entropy[first], clusters[first], direction, 0)
-            move, here = axis.edit("project-out", 1.0), torch.from_numpy(x[~first])
+            move, here = axis.edit("project-out"), torch.from_numpy(x[~first])
             if site is Site.RESIDUAL:
                 change = move(here, torch.arange(len(here))).float()
             else:

@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 from llmgeom.batch import Batch, Tokens
+from llmgeom.model.intervention import Intervention, Runner, add, rescaled
 from llmgeom.model.model import Model
 from llmgeom.probe import Site
-from llmgeom.probes.interventions.intervention import Intervention, Runner, add, rescaled
 from llmgeom.stats.resampling import mean_intervals
 from llmgeom.wind_tunnels import load_world
 from llmgeom.wind_tunnels.training import train
@@ -101,7 +101,7 @@ def measure(subject: Model, world: Recurrence, n: int = N, seed: int = 0) -> dic
         steps = {
             "whole": step,
             "mismatched": theirs[other] - mine,
-            "random": rescaled(noise, step.norm(dim=1)[:, None]),
+            "random": rescaled(noise, step),
         }
         if block:
             steps["update"] = (embedded + theirs - embedding) - mine

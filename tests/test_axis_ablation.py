@@ -14,11 +14,12 @@ from llmgeom.commands.ablate import RunConfig, prepare
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit
+from llmgeom.model.intervention import Intervention, Runner
 from llmgeom.model.model import Model
-from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis, Mode, matched_weights, norm_gain, readout_direction
+from llmgeom.model.weights import norm_gain
+from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis, Mode, matched_weights, readout_direction
 from llmgeom.probes.interventions.axis_ablation import CONTROL, DOSES, EQUAL, KL, dose_estimate, project_out, question
 from llmgeom.probes.interventions.halves import prompt_outcomes
-from llmgeom.probes.interventions.intervention import Intervention, Runner
 from llmgeom.prompts import text as in_text
 from llmgeom.record import Record
 from llmgeom.result import SENTENCE
@@ -77,10 +78,10 @@ def small_subject(request) -> Model:
     return Model.of(FAMILIES[request.param].model(), name=request.param)
 
 
-def edited(runner: Runner, move) -> tuple[torch.Tensor, torch.Tensor]:
+def edited(runner: Runner, move, dose: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
     """[batch position coordinate] the edited values of LAYER, in the order of the plan; [batch position] ends."""
     seen = []
-    edit = Edit("value", runner._edit([Intervention("x", {AT: move})], AT), (LAYER,))
+    edit = Edit("value", runner._edit([Intervention("x", {AT: move}, dose=dose)], AT), (LAYER,))
     spy = Edit("value", lambda x, where: seen.append((x.double().flatten(2), where.query)) or x, (LAYER,))
     runner.subject.capture(runner.batch, {Site.VALUE}, [edit, spy])
     (found,) = seen
@@ -125,11 +126,11 @@ def test_ridge_is_the_readout_of_the_instrument():
 
 def test_cut_and_only_share_the_values_between_them(subject):
     axis, x = axis_of(subject), values(subject, HELD)
-    cut, only = (x + axis.edit(mode, 1.0)(x, None) for mode in ("project-out", "keep-only"))
+    cut, only = (x + axis.edit(mode)(x, None) for mode in ("project-out", "keep-only"))
     # x - sd c u + x - sd (z - c u) - x = x - sd z = mean
     torch.testing.assert_close(cut + only - x, axis.mean.expand_as(x))
     assert float((axis.z(cut) @ axis.u).abs().max()) < 1e-9, "nothing is left along the axis"
-    shifted = x + axis.edit("steer", -2.0)(x, None)
+    shifted = x - 2 * axis.edit("steer")(x, None)
     torch.testing.assert_close(axis.z(shifted) @ axis.u, axis.z(x) @ axis.u - 2 * axis.spread)
 
 
@@ -142,10 +143,10 @@ def test_a_control_of_the_same_size_moves_every_position_as_far(subject, mode, p
     assert last.sum() == len(HELD)
     draws = axis.controls(mode, 5, (0, LAYER))[SIZE]
     for dose in DOSES[mode]:
-        own = edited(run, axis.edit(mode, dose))[0] - x
+        own = edited(run, axis.edit(mode), dose)[0] - x
         assert (own[~touched] == 0).all() and (own[touched].norm(dim=1) > 1e-4).all()
         for draw in draws:
-            moved = edited(run, draw(dose))[0] - x
+            moved = edited(run, draw, dose)[0] - x
             assert (moved[~touched] == 0).all()
             torch.testing.assert_close(moved.norm(dim=-1), own.norm(dim=-1), rtol=1e-4, atol=1e-6)
             cosine = (moved * own)[touched].sum(1) / own[touched].norm(dim=1) ** 2
@@ -161,7 +162,7 @@ def test_a_control_of_the_same_variance_has_it(subject, mode, direction):
     draws = axis.controls(mode, 6, (0, LAYER))[VARIANCE]
     sizes = set()
     for draw in draws:
-        moved = (draw(1.0)(x, None) / axis.sd)[:, varies]
+        moved = (draw(x, None) / axis.sd)[:, varies]
         kept = -moved if mode == "project-out" else z[:, varies] + moved if mode == "keep-only" else moved
         assert float(kept.square().sum(1).mean()) == pytest.approx(axis.spread**2, rel=1e-6)
         assert float((kept @ axis.u[varies]).abs().max()) < 1e-6
@@ -189,11 +190,11 @@ def examine(subject: Model, batch: Batch, **options) -> Record:
 
 def test_effects_are_what_the_log_probabilities_say(subject):
     axis = axis_of(subject)
-    found = effects(runner_of(subject), *(axis.edit("project-out", dose) for dose in (0.0, 1.0)))
+    found = effects(runner_of(subject), lambda x, _: 0 * x, axis.edit("project-out"))
     assert (found["kl"][0] == 0).all() and (found["odds"][0] == 0).all() and (found["error"][0] == 0).all()
     clean = subject.capture(HELD, {Site.LOG_PROBS, Site.RESIDUAL})
     x = values(subject, HELD)
-    target = (x + axis.edit("project-out", 1.0)(x, None)).float()
+    target = (x + axis.edit("project-out")(x, None)).float()
 
     def write(y, where):
         y = y.clone()

@@ -11,7 +11,9 @@ from scipy import stats as scipy_stats
 from llmgeom.batch import Batch, Tokens
 from llmgeom.commands.ablate import RunConfig, prepare
 from llmgeom.errors import UserError
+from llmgeom.model import intervention
 from llmgeom.model.capture import Site
+from llmgeom.model.intervention import Intervention, two_stages
 from llmgeom.model.model import Model
 from llmgeom.probes.interventions import component_ablation
 from llmgeom.probes.interventions.component_ablation import DONORS, METHODS, ComponentProbe, donors, question
@@ -31,7 +33,6 @@ from llmgeom.probes.interventions.component_results import (
     head_fractions,
 )
 from llmgeom.probes.interventions.halves import ESTIMATION, EVALUATION, halves
-from llmgeom.probes.interventions.intervention import Intervention, two_stages
 from llmgeom.prompts import text as in_text
 from llmgeom.record import Record
 from llmgeom.result import SENTENCE
@@ -297,7 +298,7 @@ def test_what_two_stages_leave_out_is_known_to_its_error(sign):
     groups, covered, found, errors = [[Intervention(str(i), {})] for i in range(270)], [], [], []
     for seed in range(300):
         runner = Drawn(seed, 0.5, sign)
-        made = two_stages(runner, groups, runner.rough, "kl", seed=seed)
+        made = two_stages(runner, groups, "kl", lambda runner=runner: runner.rough, seed=seed)
         assert len(runner.ran) <= 48 and (made["kl"][runner.ran] == runner.kl[runner.ran]).all()
         each, total = np.abs(runner.kl.mean(1)), np.abs(runner.kl.mean(1)).sum()
         covered.append(abs(np.abs(made["kl"].mean(1)).sum() - total) < 2 * made["total_error"][0])
@@ -308,7 +309,7 @@ def test_what_two_stages_leave_out_is_known_to_its_error(sign):
 
 def test_of_many_heads_the_largest_by_gradients_and_a_sample_are_edited(llama, monkeypatch):
     whole = examine(llama, BATCH, "heads", nulls=2).results["heads_zero"]
-    monkeypatch.setattr(component_ablation, "EVERY", 8)
+    monkeypatch.setattr(intervention, "EVERY", 8)
     monkeypatch.setattr(component_ablation, "EDITED", 6)
     part = examine(llama, BATCH, "heads", nulls=2, exact=False).results["heads_zero"]
     edited = part.arrays["edited"] == 1

@@ -13,9 +13,8 @@ from llmgeom.batch import Batch, Tokens
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Site
 from llmgeom.model.model import Model
-from llmgeom.model.weights import key_weight, query_weight
+from llmgeom.model.weights import key_weight, norm_gain, query_weight
 from llmgeom.probes.interventions import hypothesis_frame
-from llmgeom.probes.interventions.axis import norm_gain
 from llmgeom.probes.interventions.hypothesis_frame import (
     KEY_VALUE,
     VALUE_OUT,

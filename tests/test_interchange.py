@@ -17,6 +17,7 @@ from llmgeom.cli import main
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.edits import Where
+from llmgeom.model.intervention import Runner
 from llmgeom.model.model import Model
 from llmgeom.probes.interventions import interchange
 from llmgeom.probes.interventions.interchange import (
@@ -33,7 +34,6 @@ from llmgeom.probes.interventions.interchange import (
     question,
     random_subspaces,
 )
-from llmgeom.probes.interventions.intervention import Runner
 from llmgeom.record import Record
 from llmgeom.result import Result
 from llmgeom.run import Run

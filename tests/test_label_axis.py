@@ -84,7 +84,7 @@ def test_the_axis_orders_prompts_as_the_direction_does():
     axis = Axis.along(x, w)
     score = (axis.z(torch.from_numpy(x)) @ axis.u).numpy()
     assert np.corrcoef(score, x @ w)[0, 1] == pytest.approx(1)
-    moved = x + axis.edit("project-out", 1.0)(torch.from_numpy(x), torch.arange(30)).numpy()
+    moved = x + axis.edit("project-out")(torch.from_numpy(x), torch.arange(30)).numpy()
     np.testing.assert_allclose(moved @ w, np.full(30, (x @ w).mean()))  # nothing of the label is left
 
 
@@ -199,13 +199,13 @@ def test_an_exchange_gives_each_prompt_the_component_of_its_donor():
     axis = Axis.along(x, w)
     own = torch.from_numpy(x)
     exchange = replace(axis, donor=axis.z(own[other]))
-    moved = x + exchange.edit("project-out", 1.0)(own, rows).numpy()
+    moved = x + exchange.edit("project-out")(own, rows).numpy()
     np.testing.assert_allclose(moved @ w, (x @ w)[other])  # the label's coordinate is the donor's, and
     rest = (axis.z(torch.from_numpy(moved)) - axis.z(own)).numpy()
     np.testing.assert_allclose(rest - np.outer(rest @ axis.u.numpy(), axis.u.numpy()), 0, atol=1e-9)  # nothing else is
     length = np.linalg.norm(moved - x, axis=1)
     for kind, draws in exchange.controls("project-out", 2, (0,)).items():
-        steps = draws[0](1.0)(own, rows).numpy()
+        steps = draws[0](own, rows).numpy()
         along = axis.z(torch.from_numpy(x + steps)) @ axis.u - axis.z(own) @ axis.u
         np.testing.assert_allclose(along.numpy(), 0, atol=1e-9)  # controls leave the label's coordinate alone
         if kind == "same size":

@@ -5,9 +5,9 @@ import pytest
 
 from llmgeom import claims, wind_tunnels
 from llmgeom.errors import Unavailable, UserError
+from llmgeom.model.intervention import Effects
 from llmgeom.model.model import Model
 from llmgeom.probes.interventions.component_results import MLP_EVIDENCE, MLP_NORM, MLP_SHARE, measure_blocks
-from llmgeom.probes.interventions.intervention import Effects
 from llmgeom.stats.resampling import band
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training

@@ -11,10 +11,10 @@ from llmgeom.batch import Batch, Tokens
 from llmgeom.model import resume
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit, Resume, Where
+from llmgeom.model.intervention import Intervention, Runner, add
 from llmgeom.model.model import Model
 from llmgeom.model.passes import Observer, Step
 from llmgeom.model.resume import clean_pass
-from llmgeom.probes.interventions.intervention import Intervention, Runner, add
 from tests.families import FAMILIES, ragged
 
 SITES = {Site.FINAL, Site.LOG_PROBS}

@@ -34,7 +34,6 @@ NARROW = {
 UPWARD: set[tuple[str, str]] = {
     ("llmgeom.record", "llmgeom.reports"),  # a notebook that shows a Record asks the reports for its HTML
     ("llmgeom.verbs", "llmgeom.probes.labels.fitted"),  # a model's method that is built on captures of that model
-    ("llmgeom.verbs.patching", "llmgeom.probes.interventions.intervention"),  # another, on the runner of interventions
     ("llmgeom.verbs.contexts", "llmgeom.wind_tunnels"),  # another, which takes a world by its name
     ("llmgeom.captures", "llmgeom.probes"),  # the key of a result covers the code of every probe
 }
@@ -45,7 +44,6 @@ CIRCULAR: set[tuple[str, str]] = {
     ("llmgeom", "llmgeom.probes.labels.fitted"),  # a public name that is built on runs, which state the version
     ("llmgeom.record", "llmgeom.reports"),  # a notebook that shows a Record asks the reports for its HTML
     ("llmgeom.verbs", "llmgeom.probes.labels.fitted"),  # a model's method that is built on captures of that model
-    ("llmgeom.verbs.patching", "llmgeom.probes.interventions.intervention"),  # another, on the runner of interventions
 }
 
 EDGES = {(module, other) for module in MODULES for other in imports(module)}

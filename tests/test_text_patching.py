@@ -305,11 +305,11 @@ def test_controls_of_the_same_variance_exchange_as_much_as_the_direction_does():
     u /= np.linalg.norm(u)
     axis = Axis.exchanged(x, np.tile(x.mean(0), (40, 1)), u)
     rows, at = torch.arange(40), torch.from_numpy(x)
-    own = axis.edit("project-out", 1.0)(at, rows).numpy()
+    own = axis.edit("project-out")(at, rows).numpy()
     np.testing.assert_allclose(own, np.outer((x.mean(0) - x) @ u, u), atol=1e-9)
     draws = axis.controls("project-out", 30, (0,))
     assert set(draws) == {SIZE, VARIANCE}
-    steps = {kind: [draw(1.0)(at, rows).numpy() for draw in some] for kind, some in draws.items()}
+    steps = {kind: [draw(at, rows).numpy() for draw in some] for kind, some in draws.items()}
     for step in (*steps[SIZE], *steps[VARIANCE]):
         np.testing.assert_allclose(step @ u, 0, atol=1e-9)
     for step in steps[SIZE]:

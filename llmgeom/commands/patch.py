@@ -281,8 +281,8 @@ def question_of_text(
         UserError: a direction that is not of this model's residual stream; a layer that does not exist; no tokenizer;
             prompts that the model cannot read; too few pairs.
     """
+    from llmgeom.model.intervention import chosen_layers
     from llmgeom.plan import Plan
-    from llmgeom.probes.interventions.intervention import chosen_layers
     from llmgeom.probes.interventions.text_pairs import TextPairs
     from llmgeom.probes.interventions.text_patching import PROBE, TextPatchingProbe
     from llmgeom.prompts import text

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeAlias
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -95,6 +96,21 @@ def output_projection(subject: Any, layer: int) -> Projection:
         if isinstance(projection, Projection) and _weight(subject, layer, projection).shape == shape:
             return projection
     raise _unknown(subject, "output", attention)
+
+
+@torch.no_grad()
+def norm_gain(norm: nn.Module, width: int) -> Tensor:
+    """[width] float64 the gain of a norm at each coordinate, however the family stores it (Gemma stores gain - 1).
+
+    (N(v) - N(-v)) / 2v for v = 1, -1, 1, -1 ..., with mean 0 and mean square 1: bias and eps cancel. Derived here.
+    Raises Unavailable: the output has another width, as that of a projection.
+    """
+    v = 1 - 2.0 * (torch.arange(width) % 2)
+    x = v.to(next(norm.parameters(), v))[None, None]
+    gain = ((norm(x) - norm(-x)) / 2)[0, 0].double().cpu()
+    if len(gain) != width:
+        raise Unavailable(f"a {type(norm).__name__} from {width} to {len(gain)} coordinates has no gain for each")
+    return gain * v
 
 
 def whole(subject: Any) -> None:

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from llmgeom.batch import Prompts
     from llmgeom.probes.labels.fitted import Probe
     from llmgeom.verbs.beliefs import Beliefs
-    from llmgeom.verbs.generation import Generated
     from llmgeom.verbs.reading import Reading
+    from llmgeom.verbs.steering import Generated
     from llmgeom.verbs.transport import Transport
 
 
@@ -263,7 +263,7 @@ class Verbs:
         Raises:
             UserError: The direction has another width, no layer is given, or it does not exist.
         """
-        from llmgeom.verbs.generation import added, place
+        from llmgeom.verbs.steering import added, place
 
         vector, layer, site = place(direction, layer)
         function, spec = added(self, vector, dose)
@@ -299,7 +299,7 @@ class Verbs:
         Raises:
             UserError: An answer is not one token; no such layer; a direction of another width.
         """
-        from llmgeom.verbs.dosing import dose_curve
+        from llmgeom.verbs.steering import dose_curve
 
         with watched():
             return dose_curve(self, prompts, answers, direction, layer, doses, draws, seed)
@@ -319,6 +319,6 @@ class Verbs:
         Returns:
             The new text alone; its `tokens` are the ids.
         """
-        from llmgeom.verbs.generation import generate
+        from llmgeom.verbs.steering import generate
 
         return generate(self, prompt, tokens, temperature, seed)

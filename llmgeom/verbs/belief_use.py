@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from llmgeom.batch import Batch
-from llmgeom.model.capture import Site
-from llmgeom.model.edits import Resume, Where
+from llmgeom.model.intervention import Intervention, Runner, add
 from llmgeom.model.resume import clean_pass
-from llmgeom.progress import tell
 from llmgeom.stats.partial_ridge import FOLDS, interval_of_ratio
 from llmgeom.verbs.reading import Reading
 
@@ -67,7 +65,16 @@ def used(
     assert batch.query is not None
     last = batch.query & (batch.query.int().flip(1).cumsum(1).flip(1) <= PLACES)
     asked = replace(batch, query=last)
-    clean = clean_pass(subject, asked)
+    symbols = tokens.repeat_interleave(PLACES, 0)
+
+    def answers(log_probs: Tensor) -> Tensor:
+        return log_probs.double().cpu().gather(1, symbols).softmax(1)
+
+    runner = Runner(
+        subject, asked, last, lambda clean, edited: {"change": (answers(edited[0]) - answers(clean[0])).numpy()},
+        clean=clean_pass(subject, asked),
+    )  # fmt: skip
+    each = [last & (last.cumsum(1) == 1 + place) for place in range(PLACES)]
     moved: dict[str, list[np.ndarray]] = {}
     for layer, x in streams.items():
         x = x.astype(np.float64)
@@ -83,16 +90,15 @@ def used(
         if np.abs(kernel).max() > 1e-6:
             steps[KERNEL] = [_as_long(hidden, along)]
         steps[CHANCE] = [_as_long(np.asarray(rng.standard_normal(along.shape)), along) for _ in range(RANDOM)]
-        first = last.int().argmax(1)
-        resume = None if clean is None else Resume(clean, layer, first)
-        before = _answers(subject, asked, tokens, layer, np.zeros((len(rows), x.shape[1])), 0, resume)
         for name, draws in steps.items():
-            found = np.empty((len(draws), *exact.shape))
-            for i, j in np.ndindex(len(draws), DONORS):
-                tell(f"{name}, layer {layer}", i * DONORS + j, len(draws) * DONORS)
-                for place in range(PLACES):
-                    after = _answers(subject, asked, tokens, layer, draws[i][j], place, resume)
-                    found[i, j, place::PLACES] = (after - before)[place::PLACES]
+            edits = [
+                Intervention(name, {("residual", layer): add(torch.from_numpy(step))}, at=at)
+                for of_donors in draws for step in of_donors for at in each
+            ]  # fmt: skip
+            effects = runner.measure(edits, f"{name}, layer {layer}")["change"]
+            effects = effects.reshape(len(draws), DONORS, PLACES, sequences, PLACES, -1)
+            found = np.stack([effects[:, :, place, :, place] for place in range(PLACES)], 3)  # where it was edited
+            found = found.reshape(len(draws), *exact.shape)
             moved[f"layer {layer}: {name}"] = [(found * exact).sum(-1).mean(0), np.square(found).sum(-1).mean(0)]
     below, of = np.square(exact).sum(-1).ravel(), np.tile(cluster[rows], DONORS)
     table = [[*interval_of_ratio(a.ravel(), below, of), *interval_of_ratio(b.ravel(), below, of)]
@@ -126,23 +132,3 @@ def _as_long(steps: np.ndarray, like: np.ndarray) -> np.ndarray:
     """The same directions, as long as other steps."""
     norms = [np.linalg.norm(of, axis=-1, keepdims=True) for of in (steps, like)]
     return steps * (norms[1] / np.maximum(norms[0], 1e-300))
-
-
-def _answers(
-    subject: Any, batch: Batch, tokens: Tensor, layer: int, steps: np.ndarray, place: int, resume: Resume | None
-) -> np.ndarray:
-    """[row symbol] the model's distribution over the symbols where `steps` [row coordinate] are added at one of the
-    queried places of each sequence."""
-    assert batch.query is not None
-    at = torch.stack([query.nonzero()[place, 0] for query in batch.query])
-    mine = torch.from_numpy(steps[place::PLACES])
-
-    def moved(x: Tensor, where: Where) -> Tensor:
-        line, position = (where.position.cpu() == at[where.prompt.cpu()][:, None]).nonzero(as_tuple=True)
-        line, position = line.to(x.device), position.to(x.device)
-        x[line, position] += mine[where.prompt.cpu()][line.cpu()].to(x)
-        return x
-
-    edited = subject.edit("residual", moved, layers=layer, spec={"belief": place})
-    log_probs = edited.capture(batch, Site.LOG_PROBS, resume=resume).log_probs.double().cpu()
-    return log_probs.gather(1, tokens.repeat_interleave(PLACES, 0)).softmax(1).numpy()

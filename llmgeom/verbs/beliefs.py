@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmgeom.batch import Batch, Tokens
+from llmgeom.batch import Batch
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Site
 from llmgeom.progress import tell
@@ -27,7 +27,8 @@ from llmgeom.stats.resampling import jackknife, mean_intervals
 from llmgeom.stats.weighing import Weighing, weight
 from llmgeom.verbs.belief_use import used
 from llmgeom.verbs.contexts import ORDERS, exact, long, mixture, rivals, written
-from llmgeom.verbs.reading import GREY, ORANGE, Reading, called
+from llmgeom.verbs.lens import asking
+from llmgeom.verbs.reading import GREY, Reading, called
 from llmgeom.world import World
 
 LEAST = 8  # sequences
@@ -41,31 +42,7 @@ KL = "KL to the exact next symbol"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Compared(Reading):
-    """A curve with others beside it.
-
-    Attributes:
-        lines: Array -> what is drawn beside it: name -> an array, or one number for all places.
-        log: Whether the places are drawn on a logarithmic scale.
-    """
-
-    lines: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    log: bool = False
-
-    def _curve(self, name: str, array: np.ndarray) -> Any:
-        figure, places = super()._curve(name, array), [*next(iter(self.coords.values()))]
-        dashes = ("dash", "dot", "dashdot", "longdash")
-        for i, (other, numbers) in enumerate(self.lines.get(name, {}).items()):
-            line = {"color": (ORANGE, GREY, "#117733", "#1a1a1a")[i % 4], "dash": dashes[i % 4], "width": 2}
-            y = np.broadcast_to(numbers, len(places)).tolist()
-            figure.add_scatter(x=places, y=y, name=other, line=line, mode="lines")
-        if self.log:
-            figure.update_xaxes(type="log", tickvals=places)
-        return figure
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Beliefs(Compared):
+class Beliefs(Reading):
     """What `model.beliefs` returns: read-outs of the belief over layers, and what they are compared with.
 
     Attributes:
@@ -149,7 +126,7 @@ def beliefs(subject: Any, world: Any, sequences: int, length: int, rendering: st
     if np.ptp(belief[:, half:], axis=(0, 1)).max() < 1e-3:
         raise UserError(f"{title}: its belief is the same everywhere, so nothing can be read out")
     ids, asked, tokens = written(subject, symbols, count, rendering, seed)
-    batch, second = (_batch(ids, [asked[i] for i in some]) for some in (places, range(half, length)))
+    batch, second = (asking(ids, [asked[i] for i in some]) for some in (places, range(half, length)))
     own, said, mass = _read(subject, batch, tokens)
 
     def rows(of: np.ndarray) -> np.ndarray:
@@ -205,7 +182,7 @@ def beliefs(subject: Any, world: Any, sequences: int, length: int, rendering: st
         tell("shuffled order", 0, 1)
         rng = np.random.default_rng([seed, 5])
         mixed_up = symbols.gather(1, torch.from_numpy(np.argsort(rng.random(symbols.shape), 1)))
-        again = _batch(written(subject, mixed_up, count, rendering, seed)[0], asked[half:])
+        again = asking(written(subject, mixed_up, count, rendering, seed)[0], asked[half:])
         y = _exact(worlds, which, mixed_up)[0][:, half:].reshape(len(late), -1)
         others = {SHUFFLED: (subject, again, y), ABLATED: (without_attention(subject, second), second, target[fitted])}
         for name, (other, read_from, truth) in others.items():
@@ -280,7 +257,7 @@ def _overall(answer: np.ndarray, said: np.ndarray, cluster: np.ndarray) -> dict[
 def _answers(
     who: str, place: np.ndarray, length: int, cluster: np.ndarray, answer: np.ndarray, said: np.ndarray,
     mass: np.ndarray, readers: Mapping[str, np.ndarray], by_place: Mapping[str, Any],
-) -> Compared:  # fmt: skip
+) -> Reading:  # fmt: skip
     """The answers by position, beside those of readers."""
     edges = [edge for edge in (*EDGES, *range(512, length, 256)) if edge < length] + [length]
     bins = [np.flatnonzero((place >= a) & (place < b)) for a, b in pairwise(edges)]
@@ -300,7 +277,7 @@ def _answers(
     others = {name: np.array([x[at].mean() for at in bins]) for name, x in lost.items() if name}
     least = min((name for name in others if name.startswith("counts")), key=lambda name: others[name][-1])
     drawn = {name: x for name, x in others.items() if name == least or not name.startswith("counts")}
-    return Compared(
+    return Reading(
         f"{who}, its next symbol by position",
         {"symbols seen": tuple(edges[1:])},
         values | {f"KL of {name}": x for name, x in others.items()},
@@ -315,14 +292,6 @@ def _answers(
 def _log(p: np.ndarray) -> np.ndarray:
     with np.errstate(divide="ignore"):
         return np.log(p)
-
-
-def _batch(ids: Tensor, places: Sequence[int]) -> Batch:
-    query = torch.zeros(ids.shape[1], dtype=torch.bool)
-    query[list(places)] = True
-    names = tuple(f"sequence {i}" for i in range(len(ids)))
-    source = {"kind": "tokens", "name": "long sequences"}
-    return Batch(Tokens(ids, torch.full((len(ids),), ids.shape[1])), names, source, query.expand(ids.shape))
 
 
 def _read(subject: Any, batch: Batch, tokens: Tensor | None = None) -> tuple[list[Tensor], Any, Any]:

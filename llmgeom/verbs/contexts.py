@@ -16,30 +16,10 @@ from llmgeom.world import World
 SUFFIXES, ORDERS = (1, 2, 3, 4, 5, 6), (0, 1, 2, 3)
 DECAYS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
 LETTERS = tuple("ABCDEFGHJKLMNOPQRSTUVWXYZ")
-WORDS = tuple(
-    [
-        "apple",
-        "river",
-        "stone",
-        "chair",
-        "paper",
-        "cloud",
-        "horse",
-        "glass",
-        "table",
-        "bread",
-        "light",
-        "water",
-        "music",
-        "plant",
-        "tower",
-        "sheep",
-        "metal",
-        "beach",
-        "storm",
-        "clock",
-    ]
-)
+WORDS = (
+    "apple", "river", "stone", "chair", "paper", "cloud", "horse", "glass", "table", "bread",
+    "light", "water", "music", "plant", "tower", "sheep", "metal", "beach", "storm", "clock",
+)  # fmt: skip
 # What stands between two symbols, and what they are.
 RENDERINGS = {
     "spaces": (" ", LETTERS),

@@ -5,21 +5,22 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from llmgeom.batch import Batch, Tokens
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Site
-from llmgeom.model.edits import Clean, Resume
+from llmgeom.model.intervention import Intervention, Runner
 from llmgeom.model.passes import Observer, Step
 from llmgeom.model.resume import clean_pass
 from llmgeom.model.tokenizing import special_tokens
-from llmgeom.model.weights import output_weight, value_weight
+from llmgeom.model.weights import norm_gain, output_weight, value_weight
 from llmgeom.progress import tell
-from llmgeom.verbs.lens import interval
+from llmgeom.stats.resampling import mean_intervals
+from llmgeom.verbs.lens import asking
 from llmgeom.verbs.reading import Reading, called
 
 MOST = 2**25  # log-probabilities in memory at once
@@ -73,12 +74,6 @@ def _check(length: int, sequences: int) -> None:
         )
 
 
-def _batch(ids: torch.Tensor, query: torch.Tensor) -> Batch:
-    names = tuple(map(str, range(len(ids))))
-    source = {"kind": "tokens", "name": "repeated random tokens"}
-    return Batch(Tokens(ids, torch.full((len(ids),), ids.shape[1])), names, source, query.expand(ids.shape))
-
-
 def _scores(subject: Any, ids: torch.Tensor, before: int, length: int) -> tuple[np.ndarray, float]:
     """[sequence layer head kind]: the weight on each kind's key, mean over the queries of the second half; and the
     weight that spread evenly each key would get."""
@@ -90,7 +85,7 @@ def _scores(subject: Any, ids: torch.Tensor, before: int, length: int) -> tuple[
                  for rows in step.layers(Site.ATTENTION)]  # fmt: skip
         return {"scores": torch.stack(every, 1)}
 
-    batch = _batch(ids, torch.arange(ids.shape[1]) >= before + length)
+    batch = asking(ids, range(before + length, ids.shape[1]))
     observer = Observer("heads", scores, frozenset({Site.ATTENTION}))
     seen = subject.capture(batch, Site.FINAL, observers=[observer])
     by_row = seen.observed("heads.scores").double().numpy()
@@ -112,7 +107,8 @@ def copying_scores(subject: Any) -> np.ndarray:
     unembed, embedding = subject.unembed, subject.model.get_input_embeddings().weight
     if unembed.head.weight.shape != embedding.shape:
         raise Unavailable(f"{subject.name}: its embeddings have another width than its output embedding")
-    after, centred_after = _scale(unembed.norm, embedding)
+    width, device = embedding.shape[1], embedding.device
+    after, centred_after = norm_gain(unembed.norm, width).float().to(device), _centres(unembed.norm, embedding)
     around = (unembed.head.weight.float() * after).T @ embedding.float()  # [d_model d_model]
     found = np.full((len(subject.blocks), subject.facts["heads"]), np.nan)
     shared = subject.facts["heads"] // subject.facts["kv_heads"]
@@ -120,11 +116,10 @@ def copying_scores(subject: Any) -> np.ndarray:
         if block.attention is None:
             continue
         norm = next((child for name, child in block.layer.named_children() if name in INPUT_NORMS), None)
-        scale, centred = (torch.ones(embedding.shape[1]).to(embedding.device), False) if norm is None else _scale(
-            norm, embedding)  # fmt: skip
         values = torch.stack([value_weight(subject, layer, head).float() for head in range(subject.facts["kv_heads"])])
-        values = values * scale[:, None]
-        values = values - values.mean(1, keepdim=True) if centred else values
+        if norm is not None:
+            values = values * norm_gain(norm, width).float().to(device)[:, None]
+            values = values - values.mean(1, keepdim=True) if _centres(norm, embedding) else values
         outputs = torch.stack([output_weight(subject, layer, head).float() for head in range(found.shape[1])])
         outputs = outputs - outputs.mean(2, keepdim=True) if centred_after else outputs
         roots = torch.linalg.eigvals(outputs @ (around @ values).repeat_interleave(shared, 0))
@@ -132,13 +127,10 @@ def copying_scores(subject: Any) -> np.ndarray:
     return found
 
 
-def _scale(norm: Any, like: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """[d_model] what a norm multiplies each dimension by, and whether it takes the mean away first; by trial, since
-    some families store the weight less 1."""
-    signs = torch.ones(1, 1, like.shape[1], dtype=like.dtype, device=like.device)
-    signs[..., 1::2] = -1
-    zero, ones = norm(0 * signs), norm(signs.abs())
-    return ((norm(signs) - zero) * signs)[0, 0].float(), bool((ones - zero).abs().max() < 0.01 * signs.abs().max())
+def _centres(norm: Any, like: torch.Tensor) -> bool:
+    """Whether a norm takes the mean away first: it gives a constant as it gives 0."""
+    ones = torch.ones(1, 1, like.shape[1], dtype=like.dtype, device=like.device)
+    return bool((norm(ones) - norm(0 * ones)).abs().max() < 0.01)
 
 
 def copying(subject: Any, chosen: Sequence[tuple[int, int]], length: int, sequences: int, draws: int, seed: int):
@@ -151,10 +143,9 @@ def copying(subject: Any, chosen: Sequence[tuple[int, int]], length: int, sequen
                         f"{count - 1}")  # fmt: skip
     if len(chosen) > len({*chosen}):
         raise UserError(f"copying({chosen}): a head stands there twice")
-    lowest = min(layer for layer, _ in chosen)
     of_layer: Counter[int | None] = Counter(layer for layer, _ in chosen)
     if any(2 * number > count for number in of_layer.values()):  # fewer others than chosen: from anywhere
-        lowest, of_layer = 0, Counter({None: len(chosen)})
+        of_layer = Counter({None: len(chosen)})
     rng, edits = np.random.default_rng(seed), {"no head": [], "these heads": chosen}
     has_heads = [layer for layer, block in enumerate(subject.blocks) if block.attention is not None]
     for i in range(draws):
@@ -166,33 +157,37 @@ def copying(subject: Any, chosen: Sequence[tuple[int, int]], length: int, sequen
                 raise UserError(f"copying of {number} heads: only {len(others)} others are left to compare with")
             drawn += [others[k] for k in rng.choice(len(others), number, replace=False)]
     ids, before = repeated(subject, length, sequences, seed)
-    place = torch.arange(ids.shape[1])
-    asked = (place >= before + length) & (place < len(place) - 1)
-    parts: list[tuple[Batch, torch.Tensor, Clean | None]] = []
-    sums: dict[int, Any] = defaultdict(float)
-    for some in ids.split(max(1, MOST // (length * subject.facts["vocabulary"]))):
-        batch = _batch(some, asked)
-        parts.append((batch, some, clean_pass(subject, batch)))
-        resume = _from(parts[-1][2], lowest, batch)
-        written = subject.capture(_batch(some, place >= before), Site.Z, resume=resume)
-        for layer in range(lowest, layers):
-            if (Site.Z, layer) in written.tensors:
-                sums[layer] += written[Site.Z, layer].float().sum(0) / (len(ids) * int((place >= before).sum()))
-    rows: list[list[float]] = []
-    for i, heads_ in enumerate(edits.values()):
-        tell("ablating heads", i, len(edits))
-        model = subject
-        for layer in sorted({layer for layer, _ in heads_}):
-            model = model.edit("z", sums[layer], layers=layer, heads=[h for at, h in heads_ if at == layer])
-        start = min((layer for layer, _ in heads_), default=layers - 1)
-        rows.append([])
-        for batch, some, clean in parts:
-            log_probs = model.capture(batch, Site.LOG_PROBS, resume=_from(clean, start, batch)).log_probs
-            right = some[:, before + length + 1 :].reshape(-1, 1).to(log_probs.device)
-            rows[-1] += log_probs.gather(1, right).double().view(len(some), -1).mean(1).tolist()
-    by_sequence = np.array(rows)  # [edit sequence]
+    width, means = ids.shape[1], defaultdict[int, Any](float)
+    parts = ids.split(max(1, MOST // (length * subject.facts["vocabulary"])))
+    for some in parts:
+        written = subject.capture(asking(some, range(before, width)), Site.Z)
+        for (_, layer), z in written.tensors.items():
+            means[layer] += z.double().flatten(1).sum(0).cpu() / (len(ids) * (width - before))
+
+    def to_mean(layer: int, mine: torch.Tensor, x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return (means[layer] - x) * mine
+
+    def ablated(name: str, heads_: Sequence[tuple[int, int]]) -> Intervention:
+        mine = torch.zeros(layers, count, subject.facts["head_dim"], dtype=torch.float64)
+        for layer, head in heads_:
+            mine[layer, head] = 1
+        moves = {("z", layer): partial(to_mean, layer, mine[layer].flatten()) for layer, _ in heads_}
+        return Intervention(name, moves)
+
+    every, rows = [ablated(name, heads_) for name, heads_ in edits.items()], []
+    for some in parts:
+        batch, right = asking(some, range(before + length, width - 1)), some[:, before + length + 1 :].reshape(-1, 1)
+
+        def said(_: Sequence[torch.Tensor], x: Sequence[torch.Tensor], right: torch.Tensor = right) -> dict[str, Any]:
+            """[sequence] mean log-probability of the repeated tokens."""
+            return {"said": x[0].cpu().gather(1, right).double().view(-1, length - 1).mean(1).numpy()}
+
+        everywhere, clean = torch.ones_like(some, dtype=torch.bool), clean_pass(subject, batch)
+        runner = Runner(subject, batch, everywhere, said, compared=False, clean=clean)
+        rows.append(runner.measure(every, "ablating heads")["said"])
+    by_sequence = np.concatenate(rows, 1)  # [edit sequence]
     lost = by_sequence[0] - by_sequence
-    low, high = interval(lost) if sequences > 1 else (lost.mean(1),) * 2
+    low, high = mean_intervals(lost).T if sequences > 1 else (lost.mean(1),) * 2
     return Reading(
         f"{called(subject)}, in-context copying without {', '.join(f'L{a}H{b}' for a, b in chosen)}",
         {"edit": tuple(range(len(edits)))},
@@ -202,11 +197,6 @@ def copying(subject: Any, chosen: Sequence[tuple[int, int]], length: int, sequen
         bands={"95 % interval over sequences": ("{}, low", "{}, high")},
         attrs={"sequences": sequences, "heads": [str(heads_) for heads_ in edits.values()]},
     )
-
-
-def _from(clean: Clean | None, layer: int, batch: Batch) -> Resume | None:
-    """Passes that begin at a layer, at every position."""
-    return None if clean is None else Resume(clean, layer, torch.zeros(len(batch), dtype=torch.int64))
 
 
 def repeated(subject: Any, length: int, sequences: int, seed: int) -> tuple[torch.Tensor, int]:

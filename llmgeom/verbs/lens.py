@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from scipy.special import stdtrit
 from torch import Tensor
 
 from llmgeom.batch import Batch, Prompts
@@ -17,12 +16,11 @@ from llmgeom.errors import UserError, brief
 from llmgeom.model.capture import Site
 from llmgeom.model.tokenizing import after_space, shuffle, special_tokens
 from llmgeom.progress import tell
+from llmgeom.stats.resampling import mean_intervals
 from llmgeom.verbs.reading import Reading, called
 from llmgeom.verbs.transport import Transport
 
 ROWS = 256  # positions whose log-probabilities over the vocabulary are in memory at once
-
-
 NUMBERS = ("probability", "token", "rank", "entropy", "KL")
 JACOBIAN = "Jacobian {}"  # how an array of the Jacobian lens is called
 
@@ -75,9 +73,7 @@ def _by_layer(
             parts = [_read(subject.unembed(rows[at : at + ROWS]), final[at : at + ROWS], answer[at : at + ROWS])
                      for at in range(0, len(final), ROWS)]  # fmt: skip
             read.append([torch.cat(each) for each in zip(*parts, strict=True)])
-        for name, by_layer in zip(
-            ("probability", "token", "rank", "entropy", "KL"), zip(*read, strict=True), strict=True
-        ):
+        for name, by_layer in zip(NUMBERS, zip(*read, strict=True), strict=True):
             numbers[way.format(name)] = torch.stack(by_layer).numpy()
     return numbers, answer.numpy()
 
@@ -97,11 +93,10 @@ def _at_the_last_token(
         for name, rows in (("entropy", values[way.format("entropy")]), ("KL", values[way.format("KL")]),
                            ("decided", on_top.astype(float))):  # fmt: skip
             curves[way.format(name)] = rows.mean(1)
-            curves[f"{way.format(name)}, low"], curves[f"{way.format(name)}, high"] = interval(rows)
+            curves[f"{way.format(name)}, low"], curves[f"{way.format(name)}, high"] = mean_intervals(rows).T
         first = np.array(layers)[len(layers) - on_top.sum(0)]
-        low, high = interval(first[None])
         where[way.format("first layer")] = float(first.mean())
-        where[way.format("first layer interval")] = (float(low[0]), float(high[0]))
+        where[way.format("first layer interval")] = tuple(mean_intervals(first[None])[0].tolist())
     bands = {"95 % interval over prompts": ("{}, low", "{}, high")}
     tokens, special = subject.tokens(batch), (0, 0)
     if subject.tokenizer is not None:
@@ -129,16 +124,9 @@ def _at_the_last_token(
         curves,
         units={way.format(name): unit for way in ways for name, unit in drawn_of.items()},
         bands=bands,
-        beside={name: JACOBIAN.format(name) for name in drawn_of} if carried is not None else {},
+        lines={name: {(other := JACOBIAN.format(name)): curves[other]} for name in drawn_of} if carried else {},
         attrs={"n": n, "draws of each control": controls, **where},
     )
-
-
-def interval(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Student's 95 % interval of the mean over the last axis."""
-    n = rows.shape[-1]
-    half = stdtrit(n - 1, 0.975) * rows.std(-1, ddof=1) / n**0.5
-    return rows.mean(-1) - half, rows.mean(-1) + half
 
 
 def _read(here: Tensor, final: Tensor, answer: Tensor) -> tuple[Tensor, ...]:
@@ -172,6 +160,12 @@ def one_prompt(subject: Any, prompt: Prompts) -> tuple[list[int], tuple[str, ...
     if len(rows) != 1:
         raise UserError(f"{len(rows)} prompts: expected one, as a string or as its token ids")
     return rows[0], texts_of(subject, rows[0])
+
+
+def asking(ids: Tensor, places: Iterable[int]) -> Batch:
+    """Sequences of one length, ids [sequence place], each its own cluster, queried at some places."""
+    query = torch.isin(torch.arange(ids.shape[1]), torch.tensor([*places]))
+    return replace(Batch.of(ids), query=query.expand(ids.shape))
 
 
 def texts_of(subject: Any, ids: list[int]) -> tuple[str, ...]:

@@ -13,11 +13,11 @@ from torch import Tensor
 from llmgeom.batch import Batch, Prompts
 from llmgeom.errors import Unavailable, UserError, brief, unknown
 from llmgeom.model.capture import Site
-from llmgeom.model.edits import Edit, Resume, Where
+from llmgeom.model.intervention import Intervention, Location, Runner, add
 from llmgeom.model.resume import clean_pass
 from llmgeom.model.weights import output_weight
-from llmgeom.probes.interventions.intervention import Intervention, Location, Runner
 from llmgeom.progress import tell
+from llmgeom.stats.resampling import student_quantile
 from llmgeom.verbs.lens import texts_of, token_of
 from llmgeom.verbs.reading import Reading, called
 
@@ -133,17 +133,13 @@ def _patched(
     count, width = (subject.facts["heads"], subject.facts["head_dim"]) if at != "residual" and point == "z" else (
         len(ids) - start, 0)  # fmt: skip
     if at == "edges":
-        return (
-            _edges(subject, ids, start, {layer: steps[layer] for layer in layers}, measure, to, before),
-            after,
-            before,
-        )
+        return _edges(subject, ids, start, steps, measure, to, before), after, before
 
     def moved(layer: int, place: int) -> Intervention:
         if at == "heads":
             columns = slice(place * width, (place + 1) * width)
-            return Intervention(str(layer), {(point, layer): lambda _, row: steps[layer][row]}, columns)
-        return Intervention(str(layer), {(point, layer): lambda _, row: steps[layer][row] * (row == place)[:, None]})
+            return Intervention("", {(point, layer): add(steps[layer])}, columns)
+        return Intervention("", {(point, layer): lambda _, row: steps[layer][row] * (row == place)[:, None]})
 
     every = [moved(layer, place) for layer in layers for place in range(count)]
     batch = Batch.of([ids])
@@ -151,7 +147,7 @@ def _patched(
         subject,
         batch,
         torch.arange(len(ids))[None] >= start,
-        lambda _, patched: {"logit": measure(patched[0].double()).numpy()},
+        lambda _, patched: {"metric": measure(patched[0].double()).numpy()},
         compared=False,
         clean=clean_pass(subject, batch),
     )
@@ -161,23 +157,20 @@ def _patched(
         (slopes,) = runner.first_order(every, lambda log_probs, _: [measure(log_probs.double()).sum()])
         found[layers, here] += slopes.reshape(len(layers), -1)
     else:
-        effects = runner.run(every, "patching")
-        found[layers, here] = np.stack([effects[f"{layer}/logit"][:, 0] for layer in layers])
+        found[layers, here] = runner.measure(every, "patching")["metric"].reshape(len(layers), -1)
     return found, after, before
 
 
 def _restored(patched: np.ndarray, after: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, ...]:
     """Share of the way from the corrupt answer to the clean one, of mean logit differences: value, low and high of the
     95 % interval by the jackknife over pairs."""
-    from scipy.stats import t
-
     n = len(patched)
     gained, whole = patched - before.reshape(-1, *[1] * (patched.ndim - 1)), after - before
     value = gained.mean(0) / whole.mean()
     if n == 1:
         return value, value, value
     left = (gained.sum(0) - gained) / (whole.sum() - whole).reshape(-1, *[1] * (patched.ndim - 1))
-    half = t.ppf(0.975, n - 1) * np.sqrt((n - 1) * left.var(0))
+    half = student_quantile(n) * np.sqrt((n - 1) * left.var(0))
     return value, value - half, value + half
 
 
@@ -234,36 +227,26 @@ def _edges(
         effects = measure(each.double()).numpy()
     else:
         layer, head, point = to
-        asked = (torch.arange(len(ids)) >= start).expand(len(senders), -1)
-        copies = replace(Batch.of([ids] * len(senders)), query=asked)
-
-        def reached(x: Tensor, where: Where) -> Tensor:
-            line, position = ((where.position >= start) & (where.position < len(ids))).nonzero(as_tuple=True)
-            change = torch.stack(writes)[where.prompt[line].cpu(), where.position[line, position].cpu() - start]
-            x = x.clone()
-            x[line, position] += change.to(x)
-            return x
-
-        clean = clean_pass(subject, batch)
-        resume = None if clean is None else Resume(clean, layer, torch.tensor([start]))
-        edit = Edit("residual", reached, (layer,), spec={"edges": len(senders)})
         site, read = Site(point), head if point == "query" else head * kv // heads
-        moved = subject.capture(copies, site, [edit], layers=layer, resume=resume)[site, layer][:, read].double()
-        own = subject.capture(replace(batch, query=asked[:1]), site, layers=layer)[site, layer][:, read].double()
-        changes = (moved.view(len(senders), -1, dim) - own).cpu()
+        span, clean = (torch.arange(len(ids)) >= start)[None], clean_pass(subject, batch)
+        reader = Runner(
+            subject, replace(batch, query=span), span, layer=layer, sites=(site,), clean=clean,
+            outcomes=lambda own, moved: {"change": (moved[0].double() - own[0].double())[:, read].cpu().numpy()},
+        )  # fmt: skip
+        arriving = [Intervention("", {("residual", layer): add(write)}) for write in writes]
+        changes = torch.from_numpy(reader.measure(arriving)["change"])  # [sender position coordinate]
         columns, place = slice(read * dim, (read + 1) * dim), cast(Location, (point, layer))
 
-        def into(i: int) -> Intervention:
+        def into(change: Tensor) -> Intervention:
             def move(x: Tensor, row: Tensor) -> Tensor:
                 whole = torch.zeros_like(x)
-                whole[:, columns] = changes[i][row]
+                whole[:, columns] = change[row]
                 return whole
 
-            return Intervention(str(i), {place: move}, columns)
+            return Intervention("", {place: move}, columns)
 
-        measured = Runner(subject, batch, asked[:1], lambda _, x: {"m": measure(x[0].double()).numpy()}, compared=False,
-                          clean=clean)  # fmt: skip
-        made = measured.run([into(i) for i in range(len(senders))], "patching edges").values()
-        effects = np.array([e[0, 0] for e in made])
+        runner = Runner(subject, batch, span, lambda _, x: {"metric": measure(x[0].double()).numpy()}, compared=False,
+                        clean=clean)  # fmt: skip
+        effects = runner.measure([*map(into, changes)], "patching edges")["metric"][:, 0]
     found[tuple(np.array(senders).T)] = effects
     return found

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 BLUE, GREY, ORANGE, GREEN, INK = "#0072b2", "#8a8a8a", "#d55e00", "#009e73", "#1a1a1a"
 BLUES = ("#f7fbff", "#c8dcf0", "#73b3d8", "#2879b9", "#08306b")  # 0 to the largest
 SIGNED = ("#67001f", "#f4a582", "#f7f7f7", "#92c5de", "#053061")  # below 0, 0, above
+DASHES = ("dash", "dot", "dashdot", "longdash")
 LEGEND = {"orientation": "h", "x": 0, "y": -0.2, "yanchor": "top"}
 BAR = {"orientation": "h", "thickness": 10, "len": 0.5, "x": 0, "xanchor": "left", "y": -0.08, "yanchor": "top"}
 
@@ -33,7 +34,8 @@ class Reading:
         units: Name -> unit, where a number has one.
         ticks: Dimension -> what stands at each coordinate in the picture, e.g. tokens.
         text: Array that is drawn -> the array that is written into its cells.
-        beside: Curve that is drawn -> another one, drawn with it.
+        lines: Curve that is drawn -> what is drawn dashed beside it: name -> an array, or one number for all places.
+        log: Whether the places of a curve are drawn on a logarithmic scale.
         bands: Of one dimension: what a shaded band is -> the arrays that are its lower and its upper end; {} in their
             names is the array that is drawn.
         attrs: Single numbers and facts: what was run, n, baselines.
@@ -46,7 +48,8 @@ class Reading:
     ticks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     text: Mapping[str, str] = field(default_factory=dict)
     bands: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    beside: Mapping[str, str] = field(default_factory=dict)
+    lines: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    log: bool = False
     attrs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -152,9 +155,12 @@ class Reading:
         else:
             curve = {"color": BLUE, "width": 3}
             figure.add_trace(Scatter(x=list(places), y=array, name=name, line=curve, mode="lines+markers"))
-            if other := self.beside.get(name):
-                curve = {"color": GREEN, "width": 3}
-                figure.add_trace(Scatter(x=list(places), y=self[other], name=other, line=curve, mode="lines+markers"))
+        for i, (other, numbers) in enumerate(self.lines.get(name, {}).items()):
+            line = {"color": (GREEN, ORANGE, GREY, INK)[i % 4], "dash": DASHES[i % 4], "width": 2}
+            y = np.broadcast_to(numbers, len(places)).tolist()
+            figure.add_trace(Scatter(x=list(places), y=y, name=other, line=line, mode="lines"))
+        if self.log:
+            figure.update_xaxes(type="log", tickvals=list(places))
         figure.update_yaxes(title=f"{name}, {self.units[name]}" if name in self.units else name)
         return self._dressed(figure, 420)
 

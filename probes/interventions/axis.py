@@ -8,12 +8,12 @@ from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from llmgeom.errors import Unavailable, UserError
-from llmgeom.model import weights
+from llmgeom.errors import UserError
+from llmgeom.model.intervention import Move, rescaled
+from llmgeom.model.weights import norm_gain, output_weight
 from llmgeom.probe import Model
-from llmgeom.probes.interventions.intervention import Move, rescaled
 from llmgeom.stats import ridge_probe
 
 SIZE, VARIANCE = "same size", "same variance"  # the two kinds of control edit
@@ -124,49 +124,52 @@ class Axis:
         z = torch.where(self.sd > 0, (x - self.mean) / self.sd.clamp_min(1e-300), 0.0)
         return z if row is None or self.donor is None else z - self.donor[row]
 
-    def edit(self, mode: Mode, dose: float) -> Move:
-        """The edit of the axis itself.
+    def edit(self, mode: Mode) -> Move:
+        """The edit of the axis itself at dose 1; its displacement grows with the dose (`Intervention.dose`).
 
-        project-out adds -dose sd (c u); keep-only adds -dose sd (z - c u); steer adds dose spread sd u.
+        project-out adds -sd (c u); keep-only adds -sd (z - c u); steer adds spread sd u.
         """
-        return lambda x, row: self.sd * _step(z := self.z(x, row), _along(z, self.u), self.spread * self.u, mode, dose)
+        return self._move(mode, lambda z: _along(z, self.u), self.spread * self.u)
 
-    def same_size(self, mode: Mode, r: Tensor, sign: float) -> Callable[[float], Move]:
-        """The edit of direction r, with every displacement rescaled to the axis's Euclidean length in x."""
+    def _move(self, mode: Mode, part: Callable[[Tensor], Tensor], shift: Tensor) -> Move:
+        """An edit of some directions, in z: `part` gives the component along them, `shift` is what steering adds."""
 
-        def at_dose(dose: float) -> Move:
-            def move(x: Tensor, row: Tensor) -> Tensor:
-                z, length = self.z(x, row), self.edit(mode, dose)(x, row).norm(dim=-1, keepdim=True)
-                return rescaled(self.sd * _step(z, _along(z, r), sign * r, mode, dose), length)
+        def move(x: Tensor, row: Tensor) -> Tensor:
+            z = self.z(x, row)
+            if mode == "steer":
+                return self.sd * shift.expand_as(z)
+            return self.sd * (-part(z) if mode == "project-out" else part(z) - z)
 
-            return move
+        return move
 
-        return at_dose
+    def controls(self, mode: Mode, count: int, seed: Sequence[int]) -> dict[str, list[Move]]:
+        """`count` control edits of each kind at dose 1, fixed by the seed; the second kind only if it exists.
 
-    def same_variance(self, mode: Mode, weight: Tensor, sign: Tensor) -> Callable[[float], Move]:
-        """The edit of weighted other components: sum of weight^2 times variance equals the variance of c."""
-        basis = weight[:, None] * self.others
-        shift = (sign * self.variances.sqrt()) @ basis
-        return lambda dose: (
-            lambda x, row: self.sd * _step(z := self.z(x, row), z @ self.others.T @ basis, shift, mode, dose)
-        )
-
-    def controls(self, mode: Mode, count: int, seed: Sequence[int]) -> dict[str, list[Callable[[float], Move]]]:
-        """`count` control edits of each kind, fixed by the seed; the second kind only if it exists.
+        SIZE: a random direction in the span of the others, with every displacement rescaled to the axis's Euclidean
+        length in x. VARIANCE: other components, weighted so that the sum of weight^2 times variance is that of c.
 
         Raises NoAxis: the activations vary along the axis alone.
         """
         if not len(self.others):
             raise NoAxis("the activations vary along the axis alone: there is no other direction to compare it with")
-        rng = np.random.default_rng([*seed, 0])
+        own, rng = self.edit(mode), np.random.default_rng([*seed, 0])
         r = torch.from_numpy(rng.standard_normal((count, len(self.others)))) @ self.others
         r, sign = r / r.norm(dim=1, keepdim=True), rng.choice([-1.0, 1.0], count)
-        draws = {SIZE: [self.same_size(mode, r[i], float(sign[i])) for i in range(count)]}
+
+        def same_size(direction: Tensor, sign: float) -> Move:
+            other = self._move(mode, lambda z: _along(z, direction), sign * direction)
+            return lambda x, row: rescaled(other(x, row), own(x, row))
+
+        def same_variance(weight: Tensor, sign: Tensor) -> Move:
+            basis = weight[:, None] * self.others
+            return self._move(mode, lambda z: z @ self.others.T @ basis, (sign * self.variances.sqrt()) @ basis)
+
+        draws = {SIZE: [same_size(r[i], float(sign[i])) for i in range(count)]}
         rng = np.random.default_rng([*seed, 1])
         if self.variance_left >= 1:
             weights = torch.from_numpy(matched_weights(self.variances.numpy(), self.spread**2, count, rng))
             signs = torch.from_numpy(rng.choice([-1.0, 1.0], weights.shape))
-            draws[VARIANCE] = [self.same_variance(mode, weights[i], signs[i]) for i in range(count)]
+            draws[VARIANCE] = [same_variance(weights[i], signs[i]) for i in range(count)]
         return draws
 
 
@@ -180,13 +183,6 @@ def _standardised(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def _along(z: Tensor, u: Tensor) -> Tensor:
     return (z @ u)[:, None] * u
-
-
-def _step(z: Tensor, part: Tensor, shift: Tensor, mode: Mode, dose: float) -> Tensor:
-    """The displacement of z; `part` is the component of z along the edited direction."""
-    if mode == "steer":
-        return (dose * shift).expand_as(z)
-    return -dose * (part if mode == "project-out" else z - part)
 
 
 def matched_weights(variances: np.ndarray, target: float, count: int, rng: np.random.Generator) -> np.ndarray:
@@ -223,24 +219,9 @@ def readout_direction(subject: Model, pair: Tensor) -> Tensor:
             embedding is unknown or not a norm.
     """
     heads, kv_heads = subject.facts["heads"], subject.facts["kv_heads"]
-    output = [weights.output_weight(subject, len(subject.blocks) - 1, head).double().cpu() for head in range(heads)]
+    output = [output_weight(subject, len(subject.blocks) - 1, head).double().cpu() for head in range(heads)]
     rows = subject.model.get_output_embeddings().weight.detach()
     u = rows[pair.to(rows.device)].double().cpu()
     target = norm_gain(subject.unembed.norm, subject.facts["d_model"]) * (u[:, 0] - u[:, 1])
     by_head = torch.stack([target @ w.T for w in output], 1)
     return by_head.unflatten(1, (kv_heads, heads // kv_heads)).sum(2).flatten(1)
-
-
-@torch.no_grad()
-def norm_gain(norm: nn.Module, width: int) -> Tensor:
-    """[width] float64 the gain of a norm at each coordinate, however the family stores it (Gemma stores gain - 1).
-
-    (N(v) - N(-v)) / 2v for v = 1, -1, 1, -1 ..., with mean 0 and mean square 1: bias and eps cancel. Derived here.
-    Raises Unavailable: the output has another width, as that of a projection.
-    """
-    v = 1 - 2.0 * (torch.arange(width) % 2)
-    x = v.to(next(norm.parameters(), v))[None, None]
-    gain = ((norm(x) - norm(-x)) / 2)[0, 0].double().cpu()
-    if len(gain) != width:
-        raise Unavailable(f"a {type(norm).__name__} from {width} to {len(gain)} coordinates has no gain for each")
-    return gain * v

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,11 +13,7 @@ from torch import Tensor
 
 from llmgeom.claims import declared, layer_band
 from llmgeom.model.batching import BATCH_TOKENS
-from llmgeom.plan import Plan
-from llmgeom.probe import Batch, Capture, Model, Needs, Probe, ProbeInput, Site
-from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis, Mode, NoAxis, readout_direction
-from llmgeom.probes.interventions.halves import ESTIMATION, EVALUATION, PROMPT_SITES, Halves, Positions, check, halves
-from llmgeom.probes.interventions.intervention import (
+from llmgeom.model.intervention import (
     Effects,
     Intervention,
     Location,
@@ -25,16 +21,20 @@ from llmgeom.probes.interventions.intervention import (
     Runner,
     chosen_layers,
     copies_of,
-    estimate_against,
     priced,
     rescaled,
-    scale_of_interval,
     to_mean,
 )
+from llmgeom.plan import Plan
+from llmgeom.probe import Batch, Capture, Model, Needs, Probe, ProbeInput, Site
+from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis, Mode, NoAxis, readout_direction
+from llmgeom.probes.interventions.halves import ESTIMATION, EVALUATION, PROMPT_SITES, Halves, Positions, check, halves
+from llmgeom.probes.shared.matrices import as_matrix
+from llmgeom.probes.shared.nulls import compare, log_if_positive, mean_of
 from llmgeom.progress import within
 from llmgeom.record import Record
 from llmgeom.result import SENTENCE, Estimate, Labelled, Result, labelled, line
-from llmgeom.stats.resampling import jackknife, mean_intervals
+from llmgeom.stats.resampling import mean_intervals
 from llmgeom.stats.tests import correlation_test, spearman
 
 CONTROL = "ablation_control"
@@ -51,29 +51,21 @@ BAND_DRAWS = 39  # at doses and layers without a claim: the fewest draws for a 9
 ORDERED_P = 0.05  # of |rho| with entropy on the other half: an axis without that order is no entropy axis
 BAND = "band of the control edits, the higher kind"
 
-AtDose = Callable[[float], Moves]
-
 
 # ---- edits at doses -------------------------------------------------------------------------------------------------
 
 
 def joint_edits(
     axes: Mapping[Location, Axis], mode: Mode, count: int, seed: int
-) -> tuple[AtDose, dict[str, list[AtDose]]]:
+) -> tuple[Moves, dict[str, list[Moves]]]:
     """The joint edit of several layers' axes, and joint control edits, drawn for each layer separately."""
     drawn = {at: axis.controls(mode, count, (seed, at[1])) for at, axis in axes.items()}
     kinds = [kind for kind in (SIZE, VARIANCE) if all(kind in by_kind for by_kind in drawn.values())]
-
-    def control(kind: str, i: int) -> AtDose:
-        return lambda dose: {at: by_kind[kind][i](dose) for at, by_kind in drawn.items()}
-
-    def edit(dose: float) -> Moves:
-        return {at: axis.edit(mode, dose) for at, axis in axes.items()}
-
-    return edit, {kind: [control(kind, i) for i in range(count)] for kind in kinds}
+    joint = {kind: [{at: by_kind[kind][i] for at, by_kind in drawn.items()} for i in range(count)] for kind in kinds}
+    return {at: axis.edit(mode) for at, axis in axes.items()}, joint
 
 
-def edit_doses(runner: Runner, mode: Mode, own: AtDose, draws: Mapping[str, Sequence[AtDose]]) -> Effects:
+def edit_doses(runner: Runner, mode: Mode, own: Moves, draws: Mapping[str, Sequence[Moves]]) -> Effects:
     """Effects of the edit, "own/OUTCOME" [dose prompt], and of its controls, "KIND DOSE/OUTCOME" [draw prompt].
 
     All draws run at the decisive doses, BAND_DRAWS of them at the others.
@@ -87,9 +79,9 @@ def edit_doses(runner: Runner, mode: Mode, own: AtDose, draws: Mapping[str, Sequ
     for kind, some in draws.items():
         for dose in DOSES[mode]:
             chosen = some if dose in DECISIVE[mode] else some[:BAND_DRAWS]
-            edits = [Intervention(f"{kind} {dose:g}", draw(dose)) for draw in chosen]
+            edits = [Intervention(f"{kind} {dose:g}", moves, dose=dose) for moves in chosen]
             effects |= runner.run(edits, f"{kind}, dose {dose:g}")
-    return effects | runner.run([Intervention("own", own(dose)) for dose in DOSES[mode]])
+    return effects | runner.run([Intervention("own", own, dose=dose) for dose in DOSES[mode]])
 
 
 def kinds(effects: Effects, mode: Mode) -> list[str]:
@@ -98,11 +90,10 @@ def kinds(effects: Effects, mode: Mode) -> list[str]:
 
 
 def decisive(effects: Effects, mode: Mode, outcome: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """[prompt] effects at the decisive doses, averaged; and kind -> [draw] means over prompts of the controls."""
+    """Effects at the decisive doses, averaged: [prompt] of the edit, and kind -> [draw prompt] of its controls."""
     doses = DECISIVE[mode]
     return effects[f"own/{outcome}"][[DOSES[mode].index(dose) for dose in doses]].mean(0), {
-        kind: np.mean([effects[f"{kind} {dose:g}/{outcome}"] for dose in doses], 0).mean(1)
-        for kind in kinds(effects, mode)
+        kind: np.mean([effects[f"{kind} {dose:g}/{outcome}"] for dose in doses], 0) for kind in kinds(effects, mode)
     }
 
 
@@ -125,10 +116,9 @@ def dose_estimate(
     probe: str, name: str, effects: Effects, mode: Mode, outcome: str, clusters: np.ndarray, claimed: bool = True
 ) -> Estimate:
     """The estimate of an effect, compared with every kind of control edit; without its claim if `claimed` is False."""
-    claim, (values, null) = declared(probe)[name], decisive(effects, mode, outcome)
+    claim, (values, draws) = declared(probe)[name], decisive(effects, mode, outcome)
     claim = claim if claimed else replace(claim, claim="")
-    interval = jackknife(np.mean, values, clusters, scale_of_interval(claim, clusters, values))
-    return estimate_against(claim, values.mean(), interval, null, clusters)
+    return compare(claim, mean_of, values, clusters, draws, transform=log_if_positive(claim, clusters, values))
 
 
 def effect_of_means(runner: Runner, axes: Mapping[Location, Axis]) -> dict[str, float]:
@@ -144,80 +134,9 @@ def axes_of(split: Halves, direction: str, layers: Sequence[int]) -> dict[Locati
     """The axis of each layer's values, estimated on the estimation half."""
     values, entropy = split.captures[ESTIMATION].layers(Site.VALUE), split.entropy(ESTIMATION)
     return {
-        ("value", n): Axis.estimate(_flat(values[n]).numpy(), entropy, split.estimation.cluster, direction, split.seed)
+        ("value", n): Axis.estimate(as_matrix(values[n]), entropy, split.estimation.cluster, direction, split.seed)
         for n in layers
     }
-
-
-def edit_axes(split: Halves, axes: Mapping[Location, Axis], mode: Mode, positions: Positions, count: int) -> Effects:
-    """Edit the axes of all these layers at once, and make `count` control edits of each kind.
-
-    Returns:
-        As `edit_doses`, with properties of the axes:
-        scale: KL in bits when the layers' values are replaced by their mean: the largest loss to expect.
-        lengths: [edit] mean length of the decisive edits over that of x - mean: the axis, then each control kind.
-        share: Fraction of the standardised variance along the axis, mean over layers.
-        variance_left: Smallest ratio, over layers, of the variance of all other components to the axis's.
-        rho, rho_p: Spearman's rho of the axis's score and entropy on the evaluation half, last edited layer, and the p
-            of |rho| over permuted clusters.
-        step: [layer coordinate] spread sd u, the displacement of steering by dose 1.
-    """
-    runner = split.runner(positions)
-    own, draws = joint_edits(axes, mode, count, split.seed)
-    effects = edit_doses(runner, mode, own, draws)
-    values = split.captures[EVALUATION].layers(Site.VALUE)
-    x = {at: _flat(values[at[1]]) for at in axes}
-    whole = {at: (rows - axes[at].mean).norm(dim=1).mean() for at, rows in x.items()}
-
-    def length(draw: AtDose) -> float:
-        moves = draw(DECISIVE[mode][-1])
-        steps = {at: moves[at](rows, torch.arange(len(rows))) for at, rows in x.items()}
-        return float(np.mean([step.norm(dim=1).mean() / whole[at] for at, step in steps.items()]))
-
-    edits = [[own], *(some[:BAND_DRAWS] for some in draws.values())]
-    last = max(axes)
-    scores, entropy = (axes[last].z(x[last]) @ axes[last].u).numpy(), split.entropy(EVALUATION)
-    numbers = {
-        "scale": effect_of_means(runner, axes)["kl"],
-        "lengths": [np.mean([length(draw) for draw in some]) for some in edits],
-        "share": np.mean([axis.share for axis in axes.values()]),
-        "variance_left": min(axis.variance_left for axis in axes.values()),
-        "rho": spearman(scores, entropy),
-        "rho_p": correlation_test(scores, entropy, split.clusters, seed=split.seed).p,
-        "step": np.stack([(axis.sd * axis.spread * axis.u).numpy() for axis in axes.values()]),
-    }
-    return effects | {name: np.array(value) for name, value in numbers.items()}
-
-
-def edit_each_layer(split: Halves, direction: str, mode: Mode, positions: Positions, count: int) -> np.ndarray:
-    """[layer 4] for each layer alone: KL of the edit, the controls' band (low, high), KL when values become their mean.
-
-    NaN at a layer without an axis, e.g. the first layer if all prompts end in one token.
-    """
-    rows, runner = np.full((len(split.subject.blocks), 4), np.nan), split.runner(positions)
-    for layer, row in enumerate(rows):
-        try:
-            axes = axes_of(split, direction, (layer,))
-            own, draws = joint_edits(axes, mode, min(BAND_DRAWS, count), split.seed)
-        except NoAxis:
-            continue
-        with within(f"layer {layer}"):
-            kl, null = decisive(edit_doses(runner, mode, own, draws), mode, "kl")
-        band = layer_band({kind: draws[:, None] for kind, draws in null.items()})
-        assert band is not None  # every kind of control edit has draws
-        row[:] = kl.mean(), *band[0], effect_of_means(runner, axes)["kl"]
-    return rows
-
-
-def edit_readout_direction(split: Halves, count: int) -> Effects:
-    """The positive control: project the read-out direction of each prompt's pair out of the last layer's values.
-
-    Raises Unavailable: the layout of the output weights is unknown.
-    """
-    layer = len(split.subject.blocks) - 1
-    direction = readout_direction(split.subject, split.pair)
-    (axis,) = axes_of(split, "pc1", (layer,)).values()
-    return project_out(split.runner("query"), layer, axis, direction, count, split.seed)
 
 
 def project_out(runner: Runner, layer: int, axis: Axis, direction: Tensor, count: int, seed: int) -> Effects:
@@ -234,22 +153,13 @@ def project_out(runner: Runner, layer: int, axis: Axis, direction: Tensor, count
     def removed(x: Tensor, unit: Tensor) -> Tensor:
         return -((x - axis.mean) * unit).sum(1, keepdim=True) * unit
 
-    def control(s: Tensor) -> AtDose:
-        def move(x: Tensor, prompt: Tensor) -> Tensor:
-            unit = s - (d[prompt] @ s)[:, None] * d[prompt]
-            unit = unit / unit.norm(dim=1, keepdim=True)
-            return rescaled(removed(x, unit), removed(x, d[prompt]).norm(dim=1, keepdim=True))
+    def control(s: Tensor, x: Tensor, prompt: Tensor) -> Tensor:
+        unit = s - (d[prompt] @ s)[:, None] * d[prompt]
+        unit = unit / unit.norm(dim=1, keepdim=True)
+        return rescaled(removed(x, unit), removed(x, d[prompt]))
 
-        return lambda dose: {at: lambda x, prompt: dose * move(x, prompt)}
-
-    def own(dose: float) -> Moves:
-        return {at: lambda x, prompt: dose * removed(x, d[prompt])}
-
-    return edit_doses(runner, "project-out", own, {SIZE: [control(s) for s in random]})
-
-
-def _flat(values: Tensor) -> Tensor:
-    return values.flatten(1).double()
+    own: Moves = {at: lambda x, prompt: removed(x, d[prompt])}
+    return edit_doses(runner, "project-out", own, {SIZE: [{at: partial(control, s)} for s in random]})
 
 
 # ---- results --------------------------------------------------------------------------------------------------------
@@ -359,9 +269,42 @@ class AxisProbe:
             return self.effects(Halves(subject, captures, self.seed, self.batch_tokens))
 
     def effects(self, split: Halves) -> Effects:
-        """What the edits do to one model."""
-        axes = axes_of(split, self.direction, self.layers)
-        return edit_axes(split, axes, self.mode, self.positions, self.controls)
+        """Edit the axes of all layers at once, and make `controls` control edits of each kind.
+
+        Returns:
+            As `edit_doses`, with properties of the axes:
+            scale: KL in bits when the layers' values are replaced by their mean: the largest loss to expect.
+            lengths: [edit] mean length of the decisive edits over that of x - mean: the axis, then each control kind.
+            share: Fraction of the standardised variance along the axis, mean over layers.
+            variance_left: Smallest ratio, over layers, of the variance of all other components to the axis's.
+            rho, rho_p: Spearman's rho of the axis's score and entropy on the evaluation half, last edited layer, and
+                the p of |rho| over permuted clusters.
+            step: [layer coordinate] spread sd u, the displacement of steering by dose 1.
+        """
+        axes, runner = axes_of(split, self.direction, self.layers), split.runner(self.positions)
+        own, draws = joint_edits(axes, self.mode, self.controls, self.seed)
+        effects = edit_doses(runner, self.mode, own, draws)
+        values = split.captures[EVALUATION].layers(Site.VALUE)
+        x = {at: values[at[1]].flatten(1).double() for at in axes}
+        whole = {at: (rows - axes[at].mean).norm(dim=1).mean() for at, rows in x.items()}
+        dose = abs(DECISIVE[self.mode][-1])
+
+        def length(moves: Moves) -> float:
+            steps = {at: moves[at](rows, torch.arange(len(rows))) for at, rows in x.items()}
+            return float(np.mean([dose * step.norm(dim=1).mean() / whole[at] for at, step in steps.items()]))
+
+        last, entropy = max(axes), split.entropy(EVALUATION)
+        scores = (axes[last].z(x[last]) @ axes[last].u).numpy()
+        numbers = {
+            "scale": effect_of_means(runner, axes)["kl"],
+            "lengths": [np.mean([*map(length, some)]) for some in ([own], *(a[:BAND_DRAWS] for a in draws.values()))],
+            "share": np.mean([axis.share for axis in axes.values()]),
+            "variance_left": min(axis.variance_left for axis in axes.values()),
+            "rho": spearman(scores, entropy),
+            "rho_p": correlation_test(scores, entropy, split.clusters, seed=self.seed).p,
+            "step": np.stack([(axis.sd * axis.spread * axis.u).numpy() for axis in axes.values()]),
+        }
+        return effects | {name: np.array(value) for name, value in numbers.items()}
 
     def first_layers(self, depth: int) -> Sequence[int]:
         """The first layer of each joint edit."""
@@ -386,7 +329,21 @@ class EachLayerProbe(AxisProbe):
     """A probe that edits each layer alone, with fewer controls and no claims."""
 
     def effects(self, split: Halves) -> Effects:
-        return {"by_layer": edit_each_layer(split, self.direction, self.mode, self.positions, self.controls)}
+        """by_layer [layer 4]: KL of the edit of each layer alone, the controls' band (low, high), KL when its values
+        become their mean; NaN where there is no axis, e.g. in the first layer if all prompts end in one token."""
+        rows, runner = np.full((len(split.subject.blocks), 4), np.nan), split.runner(self.positions)
+        for layer, row in enumerate(rows):
+            try:
+                axes = axes_of(split, self.direction, (layer,))
+                own, draws = joint_edits(axes, self.mode, min(BAND_DRAWS, self.controls), self.seed)
+            except NoAxis:
+                continue
+            with within(f"layer {layer}"):
+                kl, null = decisive(edit_doses(runner, self.mode, own, draws), self.mode, "kl")
+            band = layer_band({kind: draws.mean(1)[:, None] for kind, draws in null.items()})
+            assert band is not None  # every kind of control edit has draws
+            row[:] = kl.mean(), *band[0], effect_of_means(runner, axes)["kl"]
+        return {"by_layer": rows}
 
     def first_layers(self, depth: int) -> Sequence[int]:
         return range(depth)
@@ -415,11 +372,12 @@ class PositiveControlProbe(AxisProbe):
 
     KINDS: ClassVar[int] = 1
 
-    def first_layers(self, depth: int) -> Sequence[int]:
-        return (depth - 1,)
-
     def effects(self, split: Halves) -> Effects:
-        return edit_readout_direction(split, self.controls)
+        """As `project_out`. Raises Unavailable: the layout of the output weights is unknown."""
+        (layer,) = self.layers
+        (axis,) = axes_of(split, self.direction, self.layers).values()
+        direction = readout_direction(split.subject, split.pair)
+        return project_out(split.runner(self.positions), layer, axis, direction, self.controls, self.seed)
 
     def measure(self, data: ProbeInput) -> Result:
         """Raises UserError for few clusters."""
@@ -462,13 +420,13 @@ def question(
     """
     chosen = chosen_layers(subject, -1 if layers in ("last", "each") else layers)
     check(subject, batch)
-    shared: tuple[Any, ...] = (mode, chosen, positions, controls, seed, batch_tokens)
-    probes: dict[str, Probe] = {CONTROL: PositiveControlProbe(CONTROL, "pc1", *shared)}
+    shared = (positions, controls, seed, batch_tokens)
+    probes: dict[str, Probe] = {}
     for direction in directions:
         name = f"ablation_{direction}"
-        probes[name] = AxisProbe(name, direction, *shared)
+        probes[name] = AxisProbe(name, direction, mode, chosen, *shared)
         if layers == "each":
-            probes[f"{name}_layers"] = EachLayerProbe(f"{name}_layers", direction, *shared)
+            probes[f"{name}_layers"] = EachLayerProbe(f"{name}_layers", direction, mode, chosen, *shared)
     about = {"directions": list(directions), "mode": mode, "layers": list(chosen), "positions": positions}
     return on_halves(subject, batch, probes, about, (controls, seed, batch_tokens))
 
@@ -476,16 +434,23 @@ def question(
 def on_halves(
     subject: Model, batch: Batch, probes: Mapping[str, Probe], about: Any, draws: tuple[int, int, int]
 ) -> Plan:
-    """The question of probes that edit an axis; draws: number of control edits, seed, batch_tokens."""
+    """The question of probes that edit an axis, and of their positive control.
+
+    Args:
+        draws: number of control edits, seed, batch_tokens.
+    """
+    control = PositiveControlProbe(CONTROL, "pc1", "project-out", (len(subject.blocks) - 1,), "query", *draws)
     estimation, evaluation = halves(batch, draws[1])
     facts = {"estimated on": len(estimation), "axis": about}
-    return Plan.of(subject, evaluation, probes, *draws, {ESTIMATION: estimation}, facts, finish=with_doubts)
 
+    def with_doubt(record: Record, _: Mapping[str, Any]) -> Record:
+        """A warning, if the positive control failed."""
+        found = record.results.get(CONTROL)
+        if found is not None and found.estimates[0].verdict in ("holds", "small"):
+            return record
+        doubt = "the positive control failed, so an axis that does no more than other edits proves nothing"
+        return replace(record, warnings=(*record.warnings, doubt))
 
-def with_doubts(record: Record, _: Mapping[str, Any]) -> Record:
-    """The record with a warning at every result without an effect, if the positive control failed."""
-    control = record.results.get(CONTROL)
-    if control is not None and control.estimates[0].verdict in ("holds", "small"):
-        return record
-    doubt = "the positive control failed, so an axis that does no more than other edits proves nothing"
-    return replace(record, warnings=(*record.warnings, doubt))
+    return Plan.of(
+        subject, evaluation, {CONTROL: control, **probes}, *draws, {ESTIMATION: estimation}, facts, finish=with_doubt
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -13,6 +13,21 @@ from torch import Tensor
 
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.edits import Point
+from llmgeom.model.intervention import (
+    EDITED,
+    EVERY,
+    GRADIENTS,
+    Effects,
+    Intervention,
+    Location,
+    Move,
+    add,
+    copies_of,
+    priced,
+    to_mean,
+    two_stages,
+    zero,
+)
 from llmgeom.plan import Plan, subset_of
 from llmgeom.probe import (
     UNTRAINED,
@@ -36,22 +51,6 @@ from llmgeom.probes.interventions.halves import (
     Positions,
     check,
     halves,
-)
-from llmgeom.probes.interventions.intervention import (
-    EDITED,
-    EVERY,
-    GRADIENTS,
-    Effects,
-    Intervention,
-    Location,
-    Move,
-    add,
-    copies_of,
-    gradients,
-    priced,
-    to_mean,
-    two_stages,
-    zero,
 )
 from llmgeom.provenance import CONTROLS, UNCLAIMED
 from llmgeom.stats.ridge_probe import folds
@@ -101,16 +100,6 @@ def donors(clusters: Sequence[str], count: int, seed: int) -> np.ndarray:
     )
 
 
-def to_donor(activations: Mapping[Location, Tensor], donor: np.ndarray, location: Location) -> Move:
-    """Resample ablation: replace each input's activation by its donor's at the same position.
-
-    activations [row coordinate] have the same number of rows for every input. The move adds the donor's activation
-    minus the input's, so that an input that is its own donor moves by exactly 0, however x was packed.
-    """
-    by_input = activations[location].unflatten(0, (len(donor), -1))
-    return add((by_input[torch.from_numpy(donor)] - by_input).flatten(0, 1))
-
-
 def stages(kind: Kind, control: bool) -> tuple[int, tuple[int, ...]]:
     """How many components of a stratum (heads; attentions, MLPs, whole blocks) are edited as the largest by gradients,
     and at random, by `two_stages`; and the strata that are edited whole.
@@ -158,24 +147,28 @@ def ablate(
     if method == "resample":
         activations = split.activations(points, positions)
         assert activations is not None, "positions of prompts do not correspond"
-        given = donors(split.evaluation.cluster, DONORS, split.seed)
-        moves = [partial(to_donor, activations, donor) for donor in given]
+        by_input = {at: x.unflatten(0, (len(split.evaluation), -1)) for at, x in activations.items()}
+
+        def to_donor(donor: Tensor, at: Location) -> Move:
+            """The donor's activation minus the input's: one that is its own donor moves by exactly 0, however x was
+            packed."""
+            return add((by_input[at][donor] - by_input[at]).flatten(0, 1))
+
+        given = torch.from_numpy(donors(split.evaluation.cluster, DONORS, split.seed))
+        moves = [partial(to_donor, donor) for donor in given]
     groups = [
         [Intervention("", {at: move(at) for at in locations}, columns) for move in moves]
         for locations, columns in components(kind, layers, heads, width)
     ]
     edits = [one for group in groups for one in group]
     runner = split.runner("later" if split.task is None and positions == "all" else positions)
-    stage, rough = f"{kind}, {method}", None
-    if not exact and split.task is None and split.exact is None and len(groups) > EVERY:
-        rough = gradients(lambda: runner.approximate_kl(edits, split.seed), subject)
-    if rough is None:
-        effects = runner.measure(edits, stage)
-    else:
-        number, whole = stages(kind, control)
-        strata = np.repeat(range(3), layers) if kind == "blocks" else ()
-        how: dict[str, Any] = {"strata": strata, "whole": whole, "number": number}
-        effects = two_stages(runner, groups, rough, "kl", seed=split.seed, lead=len(moves), stage=stage, **how)
+    all_exactly = exact or split.task is not None or split.exact is not None
+    number, whole = stages(kind, control)
+    effects = two_stages(
+        runner, groups, "kl", None if all_exactly else lambda: runner.approximate_kl(edits, split.seed),
+        seed=split.seed, lead=len(moves), strata=np.repeat(range(3), layers).tolist() if kind == "blocks" else (),
+        whole=whole, number=number, stage=f"{kind}, {method}",
+    )  # fmt: skip
     for outcome, found in effects.items():
         if len(found) == len(edits) and found.ndim == 2:
             effects[outcome] = found.reshape(len(groups), len(moves), -1).mean(1)

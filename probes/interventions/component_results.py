@@ -11,7 +11,8 @@ import numpy as np
 
 from llmgeom.claims import Null, declared, layer_band
 from llmgeom.errors import UserError
-from llmgeom.probes.interventions.intervention import Effects, estimate_against, scale_of_interval
+from llmgeom.model.intervention import Effects
+from llmgeom.probes.shared.nulls import compare, log_if_positive, ratio_of
 from llmgeom.result import SENTENCE, Estimate, Figure, Labelled, Result, labelled, line
 from llmgeom.stats.resampling import jackknife, mean_intervals, student_quantile
 from llmgeom.stats.tests import spearman
@@ -85,7 +86,9 @@ def head_fractions(effects: Mapping[str, np.ndarray]) -> Fractions:
         fractions |= {SHARE: (largest, kl.sum(0)), SECOND: (cross_selected(ranked, half, 1)[0], largest)}
     if layers > 1 and "mae" in effects:
         fractions[FIRST] = (kl[: len(kl) // layers].sum(0), kl.sum(0))
-    return fractions | _evidence_fraction(effects, half)
+    if "evidence" in effects:
+        fractions[EVIDENCE] = (cross_selected(effects["evidence"], half, 0)[0], np.ones(len(half)))
+    return fractions
 
 
 def block_fractions(effects: Mapping[str, np.ndarray], method: str = "zero") -> Fractions:
@@ -102,32 +105,13 @@ def block_fractions(effects: Mapping[str, np.ndarray], method: str = "zero") -> 
             error, clean = (np.split(effects[name], 3)[2] for name in ("mae", "clean_mae"))
             fractions[TENFOLD] = (cross_selected(error[1:-1], half, -1)[0], clean[0])
     if "evidence" in effects:
-        fractions |= _evidence_fraction({"evidence": np.split(effects["evidence"], 3)[2]}, half)
+        fractions[EVIDENCE] = (cross_selected(np.split(effects["evidence"], 3)[2], half, 0)[0], np.ones(len(half)))
     if method == "mean":
         for name, outcome in ((MLP_SHARE, "kl"), (MLP_EVIDENCE, "evidence")):
             if outcome in effects:
                 attention, mlp, _ = np.split(effects[outcome], 3)
                 fractions[name] = mlp.sum(0), (attention + mlp).sum(0)
     return fractions
-
-
-def _evidence_fraction(effects: Mapping[str, np.ndarray], half: np.ndarray) -> Fractions:
-    if "evidence" not in effects:
-        return {}
-    return {EVIDENCE: (cross_selected(effects["evidence"], half, 0)[0], np.ones(len(half)))}
-
-
-def quotient(fraction: tuple[np.ndarray, np.ndarray], rows: np.ndarray | slice = slice(None)) -> float:
-    above, below = (side[rows].mean() for side in fraction)
-    return float(above / below) if below else 0.0
-
-
-def undefined(fractions: Fractions) -> dict[str, str]:
-    """Why metrics with a denominator of 0 are not measured; empty if no ablation has an effect (see `estimates`)."""
-    if not any(above.any() for above, _ in fractions.values()):
-        return {}
-    empty = [name for name, (_, below) in fractions.items() if not below.any()]
-    return dict.fromkeys(empty, "not measured: the effect that it is a ratio to is 0 on every prompt")
 
 
 def over_median(effects: np.ndarray) -> np.ndarray | None:
@@ -165,8 +149,8 @@ def estimates(
             claim = replace(claim, claim="")
         if not fraction[1].any():
             raise UserError(f"'{name}' is a share of 0: what was ablated does not reach the model's answers")
-        scale, value = scale_of_interval(claim, clusters, *fraction), quotient(fraction)
-        interval = jackknife(partial(quotient, fraction), rows, clusters, scale)
+        scale, value = log_if_positive(claim, clusters, *fraction), ratio_of(fraction)
+        interval = jackknife(partial(ratio_of, fraction), rows, clusters, scale)
         if sampling.get(name) and (scale == "identity" or interval.low > 0):
             reach, forward, back = student_quantile(len(set(clusters))) * sampling[name], *SCALES[scale]
             below, above = (np.hypot(forward(end) - forward(value), reach) for end in (interval.low, interval.high))
@@ -175,10 +159,9 @@ def estimates(
         drawn = [control[name] for control in untrained]
         if name in OVER_BOTH:  # over the model's own total: small effects make no large share
             drawn = [(above, fraction[1].mean(keepdims=True)) for above, _ in drawn]
-        null = {UNTRAINED: np.array([quotient(control) for control in drawn])}
         bounds = [Null.number("the number in the claim", BOUNDS[name])] if claim.claim and name in BOUNDS else []
         bounds += [Null.half()] * (name in OVER_BOTH)
-        metrics.append(estimate_against(claim, value, interval, null, clusters, *bounds))
+        metrics.append(compare(claim, ratio_of, fraction, clusters, {UNTRAINED: drawn}, bounds, interval=interval))
     return tuple(metrics)
 
 
@@ -204,11 +187,6 @@ def judged(
 
 
 # ---- measuring ------------------------------------------------------------------------------------------------------
-
-
-def _probe(effects: Mapping[str, np.ndarray], kind: str) -> str:
-    """The probe whose claims declare the metrics."""
-    return f"{kind}_task" if "mae" in effects else kind
 
 
 def _intervals(effects: Effects, clusters: np.ndarray) -> np.ndarray:
@@ -255,7 +233,8 @@ def measure_heads(
     mean, edited = kl.mean(1), np.flatnonzero(effects.get("edited", np.ones(len(kl))))
     sampling = {SHARE: float(effects["total_error"][0] / mean.sum())} if "total_error" in effects and mean.any() else {}
     null = [head_fractions(control) for control in untrained]
-    metrics = estimates(_probe(effects, "heads"), head_fractions(effects), null, clusters, method, sampling)
+    probe = "heads_task" if "mae" in effects else "heads"
+    metrics = estimates(probe, head_fractions(effects), null, clusters, method, sampling)
     metrics, unmeasured = judged(metrics, effects, clusters)
     largest = edited[list(cross_selected(kl[edited], half, 0)[1])]
     names = ["L{}H{}".format(*divmod(index, len(kl) // layers)) for index in largest.tolist()]
@@ -298,7 +277,8 @@ def measure_heads(
             "layer head bound", "bits", "95 % interval over clusters, for each head alone",
         ),
         "above_half": labelled(
-            above_half(mean), "", "heads", "with more than half of the largest effect, the largest included"
+            float((mean > mean.max() / 2).sum()), "", "heads",
+            "with more than half of the largest effect, the largest included",
         ),
         "equal": labelled(1 / len(mean), "", "fraction", "the share of each head if all had the same effect"),
         "edited": _edited(effects, "layer head", layers, len(kl) // layers),
@@ -325,10 +305,19 @@ def measure_blocks(
     effects: Effects, controls: Sequence[Effects], method: str, clusters: np.ndarray, positions: str
 ) -> Result:
     """Effects of ablating each block and its two branches, as `measure_heads`; of means also the MLPs' shares."""
-    layers, probe, norms = int(effects["layers"]), _probe(effects, "blocks"), effects["norms"]
+    layers, norms = int(effects["layers"]), effects["norms"]
+    probe, how = ("blocks_task", TASK_POSITIONS) if "mae" in effects else ("blocks", POSITIONS)
     fractions, null = block_fractions(effects, method), [block_fractions(one, method) for one in controls]
-    unmeasured, warnings, rows = undefined(fractions), [], np.arange(len(clusters))
-    notes = [(TASK_POSITIONS if "mae" in effects else POSITIONS)[positions], _middle(effects["kl"], effects["half"])]
+    unmeasured, warnings, notes = {}, [], [how[positions]]
+    if any(above.any() for above, _ in fractions.values()):  # else no ablation has an effect (see `estimates`)
+        empty = [name for name, (_, below) in fractions.items() if not below.any()]
+        unmeasured = dict.fromkeys(empty, "not measured: the effect that it is a ratio to is 0 on every prompt")
+    if layers < 3:
+        notes.append(f"{layers} layers: none is in the middle")
+    else:
+        weakest = cross_selected(np.split(effects["kl"], 3)[2][1:-1], effects["half"], -1)[1]
+        numbers = ", ".join(str(1 + index) for index in weakest)
+        notes.append(f"weakest middle block, as selected on one half of the clusters and on the other: {numbers}")
     if MLP_EVIDENCE in fractions:
         total = fractions[MLP_EVIDENCE][1]
         lost = jackknife(np.mean, total, clusters)
@@ -356,13 +345,11 @@ def measure_blocks(
     metrics = estimates(probe, measured, null, clusters, method, sampling)
     if method == "mean":
         if min(model["norms"].sum((1, 2)).min() for model in (effects, *controls)) > 0:
-            of_ratio = jackknife(lambda part: _norm_ratio(norms[..., part]), rows, clusters, "log")
-            drawn = {UNTRAINED: np.array([_norm_ratio(control["norms"]) for control in controls])}
-            of_norms = estimate_against(declared(probe)[MLP_NORM], _norm_ratio(norms), of_ratio, drawn, clusters)
-            metrics += (of_norms,)
+            drawn = {UNTRAINED: [control["norms"] for control in controls]}
+            metrics += (compare(declared(probe)[MLP_NORM], _norm_ratio, norms, clusters, drawn, transform="log"),)
         else:
             warnings.append("a branch writes nothing here or in an untrained copy: there is no ratio of norms")
-        shares = [quotient(one[MLP_SHARE]) for one in null]
+        shares = [ratio_of(one[MLP_SHARE]) for one in null]
         notes.append(f"MLPs' share of their own effects in untrained copies: {min(shares):.2f} to {max(shares):.2f}")
     metrics, unjudged = judged(metrics, effects, clusters)
 
@@ -424,20 +411,7 @@ def measure_blocks(
     )
 
 
-def _norm_ratio(norms: np.ndarray) -> float:
+def _norm_ratio(norms: np.ndarray, rows: np.ndarray | slice) -> float:
     """Sum over layers of rms lengths, MLPs over attentions; norms [branch layer prompt] squared lengths."""
-    attention, mlp = np.sqrt(norms.mean(-1)).sum(1)
+    attention, mlp = np.sqrt(norms[..., rows].mean(-1)).sum(1)
     return float(mlp / attention)
-
-
-def above_half(mean: np.ndarray) -> float:
-    """Number of components with more than half of the largest effect, the largest included."""
-    return float((mean > mean.max() / 2).sum())
-
-
-def _middle(kl: np.ndarray, half: np.ndarray) -> str:
-    if (layers := len(kl) // 3) < 3:
-        return f"{layers} layers: none is in the middle"
-    _, selected = cross_selected(np.split(kl, 3)[2][1:-1], half, -1)
-    numbers = ", ".join(str(1 + index) for index in selected)
-    return f"weakest middle block, as selected on one half of the clusters and on the other: {numbers}"

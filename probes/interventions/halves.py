@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from llmgeom.model.edits import Clean, Point
+from llmgeom.model.intervention import Location, Outcomes, Runner
 from llmgeom.model.resume import clean_pass
 from llmgeom.probe import Batch, Capture, Model, Site, UserError
 from llmgeom.probes.evidence.predictions import label_ids
-from llmgeom.probes.interventions.intervention import Location, Outcomes, Runner
 from llmgeom.stats.information import best_of_input, bits, kl, kl_of_rounded
 from llmgeom.stats.resampling import LEAST_CLUSTERS
 from llmgeom.stats.ridge_probe import fit, folds

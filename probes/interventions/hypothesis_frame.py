@@ -10,22 +10,19 @@ import torch
 from torch import nn
 
 from llmgeom.claims import Null, declared
-from llmgeom.model.weights import key_weight, output_weight, query_weight, value_bias, value_weight
+from llmgeom.model.weights import key_weight, norm_gain, output_weight, query_weight, value_bias, value_weight
 from llmgeom.probe import (
     UNTRAINED,
     Batch,
     Model,
     Needs,
-    Posterior,
     ProbeInput,
     Rows,
     Site,
-    Tokens,
     Unavailable,
     UserError,
     probe_batch,
 )
-from llmgeom.probes.interventions.axis import norm_gain
 from llmgeom.probes.key_orthogonality import token_ids
 from llmgeom.probes.shared.nulls import compare, null_band
 from llmgeom.result import Figure, Labelled, Result, labelled, line
@@ -154,34 +151,23 @@ def read_frames(subject: Model, batch: Batch) -> HypothesisFrames:
     if isinstance(batch.inputs, Rows):
         raise Unavailable("the model reads rows of real numbers: hypotheses have no embedding, and so no frame")
     if batch.posterior is not None:
-        likely = others = _outcomes(batch.posterior, batch.tokens)
+        likely = others = list(batch.posterior.outcomes)
+        inputs = {token for row in batch.tokens.real for token in row}
+        if unseen := [token for token in likely if token not in inputs]:
+            raise UserError(
+                f"outcome {unseen[0]} of this task is never an input: its input embedding was never trained; give more "
+                "sequences (--n), or a task that shows its answers"
+            )
     else:
         others = token_ids(subject, batch)[:MOST_TOKENS]
-        special = subject.tokenizer.all_special_ids if subject.tokenizer is not None else []
-        likely = _likely(subject, batch, special, len(others))
+        p = subject.capture(batch, {Site.LOG_PROBS}).log_probs.double().exp().mean(0)
+        p[subject.tokenizer.all_special_ids if subject.tokenizer is not None else []] = -1
+        likely = p.topk(len(others)).indices.tolist()
     if len(likely) < LEAST_CLUSTERS:
         raise UserError(f"{len(likely)} hypotheses are too few for a frame; {LEAST_CLUSTERS} are needed")
     names = map(str, likely) if subject.tokenizer is None else (repr(subject.tokenizer.decode([i])) for i in likely)
     frames = frames_of(subject, likely)
     return HypothesisFrames(frames, frames if others == likely else frames_of(subject, others), tuple(names))
-
-
-def _outcomes(posterior: Posterior, tokens: Tokens | Rows) -> list[int]:
-    outcomes = list(posterior.outcomes)
-    inputs = set(tokens.data[torch.arange(tokens.data.shape[1]) < tokens.lengths[:, None]].tolist())
-    unseen = [token for token in outcomes if token not in inputs]
-    if unseen:
-        raise UserError(
-            f"outcome {unseen[0]} of this task is never an input: its input embedding was never trained; give more "
-            "sequences (--n), or a task that shows its answers"
-        )
-    return outcomes
-
-
-def _likely(subject: Model, batch: Batch, special: list[int], count: int) -> list[int]:
-    p = subject.capture(batch, {Site.LOG_PROBS}).log_probs.double().exp().mean(0)
-    p[special] = -1
-    return p.topk(count).indices.tolist()
 
 
 @torch.no_grad()

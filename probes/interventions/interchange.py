@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,17 @@ from torch import Tensor
 
 from llmgeom.claims import declared, layer_band
 from llmgeom.model.batching import BATCH_TOKENS
+from llmgeom.model.intervention import (
+    Effects,
+    Intervention,
+    Location,
+    Runner,
+    add,
+    chosen_layers,
+    copies_of,
+    priced,
+    rescaled,
+)
 from llmgeom.model.resume import clean_pass
 from llmgeom.plan import Plan
 from llmgeom.probe import (
@@ -30,23 +41,12 @@ from llmgeom.probe import (
     is_control,
 )
 from llmgeom.probes.interventions import hypothesis_frame
-from llmgeom.probes.interventions.intervention import (
-    Effects,
-    Intervention,
-    Location,
-    Runner,
-    add,
-    chosen_layers,
-    copies_of,
-    estimate_against,
-    priced,
-    rescaled,
-)
+from llmgeom.probes.shared.nulls import compare, mean_of, ratio_of
 from llmgeom.progress import tell
 from llmgeom.provenance import CONTROLS, few_draws
 from llmgeom.result import Labelled, Result, labelled, line
 from llmgeom.stats.information import bits
-from llmgeom.stats.resampling import LEAST_CLUSTERS, jackknife, mean_intervals
+from llmgeom.stats.resampling import LEAST_CLUSTERS, mean_intervals
 from llmgeom.stats.ridge_probe import folds
 from llmgeom.world import Categorical, Split, World, seeded
 
@@ -264,7 +264,7 @@ def _steps(
     if subspaces:
         random = random_subspaces(subspaces, len(basis), whole.shape[1], seed)
         kinds[RANDOM] = [whole @ subspace.T @ subspace for subspace in random]
-        kinds[AS_FAR] = [rescaled(step, inside.norm(dim=1, keepdim=True)) for step in kinds[RANDOM]]
+        kinds[AS_FAR] = [rescaled(step, inside) for step in kinds[RANDOM]]
     return kinds
 
 
@@ -275,11 +275,10 @@ def measure_interchange(
     trained: Effects, untrained: Sequence[Effects], layers: Sequence[int], clusters: np.ndarray
 ) -> Result:
     """The result of `exchange`, with estimates at the declared layers. Raises UserError: few sequences."""
-    rows, total, claims = np.arange(len(clusters)), trained["total"].mean(), declared(PROBE)
-    interval = jackknife(np.mean, trained["total"], clusters)
-    drawn = {COPIES: np.array([control["total"].mean() for control in untrained])}
-    estimates, warnings = [estimate_against(claims[TOTAL], total, interval, drawn, clusters)], []
-    follows, moved = interval.low > 0, {kind: trained[f"{kind}/moved"] for kind in KINDS}  # [layer draw sequence]
+    total, claims, warnings = trained["total"].mean(), declared(PROBE), []
+    drawn: dict[str, Any] = {COPIES: [control["total"] for control in untrained]}
+    estimates = [compare(claims[TOTAL], mean_of, trained["total"], clusters, drawn)]
+    follows, moved = estimates[0].low > 0, {kind: trained[f"{kind}/moved"] for kind in KINDS}  # [layer draw sequence]
     bands = [layer_band({kind: moved[kind][i].mean(1)[:, None] for kind in RANDOMS}) for i in range(len(layers))]
     note = (
         f"the answers do not follow the evidence: the total effect is {total:.3g} bits, not above 0, and patched "
@@ -306,16 +305,13 @@ def measure_interchange(
                 f"{claim.effect:g} bits: it is a measurement and no claim"
             )
             claim = replace(claim, claim="")
-        null = {kind: moved[kind][i].mean(1) for kind in RANDOMS}
-        copies = {COPIES: np.array([control["frame/moved"][i, 0].mean() for control in untrained])}
-        interval = jackknife(np.mean, effect, clusters)
-        estimates.append(estimate_against(claim, effect.mean(), interval, null | copies, clusters))
+        drawn = {kind: moved[kind][i] for kind in RANDOMS}
+        copies = {COPIES: [control["frame/moved"][i, 0] for control in untrained]}
+        estimates.append(compare(claim, mean_of, effect, clusters, drawn | copies))
         if follows:
-            fraction = partial(_over, effect, trained["total"])
-            shares = {kind: draws / total for kind, draws in null.items()}
             claim = claims[f"frame {DECLARED_LAYERS[layer]}, over the total effect"]
-            interval = jackknife(fraction, rows, clusters)
-            estimates.append(estimate_against(claim, fraction(rows), interval, shares, clusters))
+            shares = {kind: [(draw, trained["total"]) for draw in draws] for kind, draws in drawn.items()}
+            estimates.append(compare(claim, ratio_of, (effect, trained["total"]), clusters, shares))
 
     def number(values: np.ndarray, meaning: str, unit: str = "bits") -> Labelled | None:
         return labelled(values, "layer", unit, meaning)
@@ -348,10 +344,6 @@ def measure_interchange(
         warnings=tuple(warnings),
         notes=(note,),
     )
-
-
-def _over(effect: np.ndarray, total: np.ndarray, rows: np.ndarray) -> float:
-    return float(effect[rows].mean() / total[rows].mean())
 
 
 # ---- the probe ------------------------------------------------------------------------------------------------------

@@ -11,15 +11,14 @@ import torch
 from llmgeom.claims import declared
 from llmgeom.errors import NO_TOKENIZER, UserError
 from llmgeom.model.edits import POINTS, Point
+from llmgeom.model.intervention import Effects, Location
 from llmgeom.model.tokenizing import after_space
 from llmgeom.plan import Plan
-from llmgeom.probe import Batch, Model, Probe, ProbeInput, Site
+from llmgeom.probe import Batch, Model, ProbeInput, Site
 from llmgeom.probes.interventions.axis import VARIANCE, Axis, Mode
 from llmgeom.probes.interventions.axis_ablation import (
-    CONTROL,
     DOSES,
     AxisProbe,
-    PositiveControlProbe,
     dose_curve,
     dose_estimate,
     edit_doses,
@@ -29,7 +28,6 @@ from llmgeom.probes.interventions.axis_ablation import (
     on_halves,
 )
 from llmgeom.probes.interventions.halves import ESTIMATION, EVALUATION, Halves, Positions, check, halves
-from llmgeom.probes.interventions.intervention import Effects, Location
 from llmgeom.probes.labels.directions import LAST, SavedDirection
 from llmgeom.result import Estimate, Result, labelled
 
@@ -157,21 +155,10 @@ def question(
     mode = "project-out" if mode == "exchange" else mode
     shared = (positions, controls, seed, batch_tokens)
     edited = LabelAxisProbe(
-        PROBE,
-        "saved",
-        mode,
-        (saved.layer,),
-        *shared,
-        vector=tuple(saved.vector.tolist()),
-        point=point,
-        target=saved.target,
-        answers=answers,
-        pair=_first_tokens(subject, answers),
-        donors=donors,
-    )
-    last = (len(subject.blocks) - 1,)
-    probes: dict[str, Probe] = {CONTROL: PositiveControlProbe(CONTROL, "pc1", mode, last, *shared), PROBE: edited}
-    return on_halves(subject, batch, probes, about, (controls, seed, batch_tokens))
+        PROBE, "saved", mode, (saved.layer,), *shared, vector=tuple(saved.vector.tolist()), point=point,
+        target=saved.target, answers=answers, pair=_first_tokens(subject, answers), donors=donors,
+    )  # fmt: skip
+    return on_halves(subject, batch, {PROBE: edited}, about, (controls, seed, batch_tokens))
 
 
 def _donors(batch: Batch, target: str, seed: int) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -58,6 +58,10 @@ class TextPairs:
         """The positions at which x and x' can differ inside a causal model."""
         return self.role != BEFORE
 
+    def positions(self, at: Int[Tensor, " prompt"]) -> Bool[Tensor, "prompt seq"]:
+        """Whether a position is the prompt's `at`; none if that is -1."""
+        return torch.arange(self.role.shape[1]) == at[:, None]
+
     @property
     def sign(self) -> Float[np.ndarray, " prompt"]:
         """1 where the exact log odds of the mark of x' rise, -1 where they fall."""
@@ -89,10 +93,6 @@ class TextPairs:
                 f"{batch.source.get('name')}: in prompts of {len(clusters)} sets of labels another mark changes the "
                 f"exact answer, and {LEAST_CLUSTERS} are needed: give more --n or larger --k"
             )
-        return cls._of(batch, tokens, answers, rows)
-
-    @classmethod
-    def _of(cls, batch: Batch, tokens: Tokens, answers: Tensor, rows: Sequence[tuple[Any, ...]]) -> TextPairs:
         x = replace(batch, inputs=tokens, posterior=None).take([change.prompt for change, *_ in rows])
         lengths, width = x.tokens.lengths, x.tokens.data.shape[1]
         x = replace(x, query=torch.arange(width) == lengths[:, None] - 1)
@@ -104,9 +104,14 @@ class TextPairs:
             next((p for j, p in enumerate(places) if j != c.place and seen[j] == seen[c.place]), -1)
             for c, places, seen in rows
         ]
-        role = torch.stack([
-            _roles(width, int(n), places[c.place :]) for n, (c, places, _) in zip(lengths, rows, strict=True)
-        ])  # fmt: skip
+        role = torch.full((len(rows), width), BEFORE)
+        for own, n, (c, places, _) in zip(role, lengths.tolist(), rows, strict=True):
+            own[places[c.place] : n] = ROLES.index("other tokens between")
+            own[places[-1] + 1 : n] = ROLES.index("question")
+            own[places[c.place + 1 :]] = ROLES.index("later marks")
+            own[places[c.place] + 1] = ROLES.index("token after it")
+            own[places[c.place]] = ROLES.index("changed mark")
+            own[n - 1] = ROLES.index("last token")
         other = replace(x, inputs=Tokens(ids, lengths))
         return cls(x, other, at, torch.tensor(equal), role, marks, np.array([c.shift for c, *_ in rows]))
 
@@ -115,15 +120,3 @@ def _places(ids: Sequence[int], answers: Sequence[int], seen: Sequence[int]) -> 
     """The position of each observation's mark: the last k tokens that are marks. Empty if these are not `seen`."""
     places = [j for j, token in enumerate(ids) if token in answers][-len(seen) :] if seen else []
     return places if [ids[j] for j in places] == [answers[mark] for mark in seen] else []
-
-
-def _roles(width: int, length: int, places: Sequence[int]) -> Tensor:
-    """[seq] roles, from the positions of the changed mark and of the marks after it."""
-    role = torch.full((width,), BEFORE)
-    role[places[0] : length] = ROLES.index("other tokens between")
-    role[places[-1] + 1 : length] = ROLES.index("question")
-    role[list(places[1:])] = ROLES.index("later marks")
-    role[places[0] + 1] = ROLES.index("token after it")
-    role[places[0]] = ROLES.index("changed mark")
-    role[length - 1] = ROLES.index("last token")
-    return role

@@ -17,11 +17,7 @@ from scipy.interpolate import interp1d
 from torch import Tensor
 
 from llmgeom.claims import declared, layer_band
-from llmgeom.model.resume import clean_pass
-from llmgeom.plan import subset_of
-from llmgeom.probe import UNTRAINED, Batch, Model, Needs, ProbeInput, Site, is_control
-from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis
-from llmgeom.probes.interventions.intervention import (
+from llmgeom.model.intervention import (
     EDITED,
     EVERY,
     Effects,
@@ -34,8 +30,12 @@ from llmgeom.probes.interventions.intervention import (
     priced,
     rescaled,
 )
+from llmgeom.model.resume import clean_pass
+from llmgeom.plan import subset_of
+from llmgeom.probe import UNTRAINED, Batch, Model, Needs, ProbeInput, Site, is_control
+from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis
 from llmgeom.probes.interventions.text_pairs import ROLES, TextPairs
-from llmgeom.probes.shared.nulls import compare, mean_of
+from llmgeom.probes.shared.nulls import compare, mean_of, ratio_of
 from llmgeom.progress import tell
 from llmgeom.result import SENTENCE, Figure, Result, labelled, line
 from llmgeom.stats.resampling import LEAST_CLUSTERS, band, interval_ends, jackknife, mean_intervals
@@ -78,7 +78,7 @@ class Exchange:
 
     @cached_property
     def _read(self) -> Tensor:
-        return self.pairs.edited | _at(self.pairs, self.pairs.equal)
+        return self.pairs.edited | self.pairs.positions(self.pairs.equal)
 
     @cached_property
     def _residuals(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -108,8 +108,8 @@ class Exchange:
         old, new = log_probs.double().gather(1, self.pairs.marks[prompts].to(log_probs.device)).T
         return (new - old) / math.log(2) * torch.from_numpy(self.pairs.sign)[prompts].to(new)
 
-    def rough(self, patches: Sequence[Intervention]) -> np.ndarray:
-        """[patch prompt] their effects to first order."""
+    def first_order(self, patches: Sequence[Intervention]) -> np.ndarray:
+        """[patch prompt] their effects, by gradients."""
         return self.runner.first_order(patches, lambda x, prompts: [self._odds(x, prompts).sum()])[0]
 
     def total(self, prompts: Sequence[int] | None = None) -> np.ndarray:
@@ -136,7 +136,7 @@ class Exchange:
     def equal(self, layer: int) -> Tensor:
         """[prompt d_model] residual of another observation with the changed mark less its own, both of x; or 0."""
         own, pairs = self._residuals[0][layer], self.pairs
-        mark, twin = (_at(pairs, x)[self._read] for x in (pairs.at, pairs.equal))
+        mark, twin = (pairs.positions(x)[self._read] for x in (pairs.at, pairs.equal))
         step = torch.zeros(len(pairs.x), own.shape[1], dtype=own.dtype)
         step[pairs.equal >= 0] = own[twin] - own[mark][pairs.equal >= 0]
         return self._part(step)
@@ -156,7 +156,7 @@ class Exchange:
         """
         at, rng = self.role == place, np.random.default_rng([seed, 51, layer, place])
         patch = self.step(layer, place)
-        in_any = {SIZE: [_as_long(rng.standard_normal(patch.shape), patch) for _ in range(draws)]}
+        in_any = {SIZE: [rescaled(torch.from_numpy(rng.standard_normal(patch.shape)), patch) for _ in range(draws)]}
         if self.along is None:
             return in_any
         if not patch.any():
@@ -166,7 +166,7 @@ class Exchange:
         if not len(axis.others):  # x is the same in all prompts, so it has no other components
             return in_any
         drawn = axis.controls("project-out", draws, (seed, 51, layer, place))
-        return {kind: [move(1.0)(x, row) for move in moves] for kind, moves in drawn.items()}
+        return {kind: [move(x, row) for move in moves] for kind, moves in drawn.items()}
 
     def patch(self, location: Location, role: int, steps: Callable[[], Tensor], name: str = "") -> Intervention:
         """Add steps() [token of this role, d_model] at the tokens of one role."""
@@ -275,9 +275,7 @@ def edges(
         return exchange.patch(("attn_out", edge[0]), edge[2], steps)
 
     own = [patched(edge, partial(arriving, *edge)) for edge in chosen]
-    rough = None
-    if not exact and len(own) > EVERY:
-        rough = gradients(lambda: exchange.rough(own), exchange.subject)
+    rough = gradients(None if exact else lambda: exchange.first_order(own), len(own), exchange.runner)
     if rough is not None:
         kept = sorted(np.argsort(-np.abs(rough.mean(1)))[:EDITED].tolist())
         chosen, own = [chosen[i] for i in kept], [own[i] for i in kept]
@@ -291,22 +289,14 @@ def edges(
         write, (layer, sender, receiver) = arriving(*edge), edge
         if draw < 0:
             return arriving(layer, twin, receiver) if sender == MARK else 0 * write
-        return _as_long(np.random.default_rng([seed, 52, *edge, draw]).standard_normal(write.shape), write)
+        noise = np.random.default_rng([seed, 52, *edge, draw]).standard_normal(write.shape)
+        return rescaled(torch.from_numpy(noise), write)
 
     controls = [patched(chosen[i], partial(control, chosen[i], draw)) for i in top for draw in range(-1, draws)]
     drawn = exchange.runner.measure(controls, "controls of edges")["shift"] if top else empty
     drawn = drawn.reshape(len(top), 1 + draws, empty.shape[1])
     edge = np.array([chosen[i] for i in top], dtype=np.int64).reshape(-1, 3)
     return {"edge": edge, "edge_shift": shift[top], "edge_equal": drawn[:, 0], "edge_random": drawn[:, 1:]}
-
-
-def _as_long(noise: np.ndarray, step: Tensor) -> Tensor:
-    return rescaled(torch.from_numpy(noise), step.norm(dim=1, keepdim=True))
-
-
-def _at(pairs: TextPairs, position: Tensor) -> Tensor:
-    """[prompt seq] whether a position is the prompt's `position`; none if it is -1."""
-    return torch.arange(pairs.role.shape[1]) == position[:, None]
 
 
 # ---- the result ------------------------------------------------------------------------------------------------------
@@ -394,17 +384,13 @@ def measure_patching(
         along: whether only the component along a direction was exchanged.
     """
     clusters, claims = np.array(pairs.x.cluster), declared(PROBE)
-    clusters, claims = np.array(pairs.x.cluster), declared(PROBE)
     finite, total = np.isfinite(pairs.exact), effect["total"]
     estimates = [compare(claims[TOTAL], mean_of, total, clusters, {UNTRAINED: [one["total"] for one in controls]})]
     unmeasured = {}
     if finite.all():
         own = (total, np.abs(pairs.exact))
         untrained = [(one["total"], one["exact"]) for one in controls]
-        follows = compare(
-            claims[FOLLOWS], lambda two, rows: _ratio(two[0], two[1], rows), own, clusters, {UNTRAINED: untrained}
-        )
-        estimates.insert(0, follows)
+        estimates.insert(0, compare(claims[FOLLOWS], ratio_of, own, clusters, {UNTRAINED: untrained}))
     else:
         unmeasured[FOLLOWS] = (
             f"the exact answer excludes a mark in {int((~finite).sum())} of {len(finite)} pairs: its log odds, and so "
@@ -501,7 +487,7 @@ def _edges(
         return (), {}
     shift, random, equal = (effect[f"edge_{name}"] for name in ("shift", "random", "equal"))
     rows, whole = np.arange(len(total)), total.mean()
-    spans = [jackknife(partial(_ratio, row, total), rows, clusters) for row in shift]
+    spans = [jackknife(partial(ratio_of, (row, total)), rows, clusters) for row in shift]
     bands = np.array([band(draws) for draws in random.mean(2) / whole])
     names = tuple(f"{layer}: {ROLES[sender]} -> {ROLES[receiver]}" for layer, sender, receiver in effect["edge"])
     unit, meaning = (
@@ -514,7 +500,3 @@ def _edges(
     )  # fmt: skip
     equals = "the same edge with equal evidence; 0 where the sender is not the changed mark"
     return names, shares | {"edge_equal": labelled(equal.mean(1) / whole, "edge", unit, equals)}
-
-
-def _ratio(values: np.ndarray, over: np.ndarray, rows: np.ndarray) -> float:
-    return float(values[rows].mean() / over[rows].mean())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,9 @@ def compare(
 ) -> Estimate:
     """Estimate of a statistic, with an interval over clusters and one null for each kind of control.
 
+    A claim on the log scale falls back to the identity where a value or draw has no logarithm: the effect of an edit
+    that reaches no output is exactly 0.
+
     Args:
         claim: side, unit and effect of the metric.
         statistic: (data, rows) -> number; the jackknife leaves out the rows of one cluster.
@@ -46,10 +50,10 @@ def compare(
     """
     rows = np.arange(len(clusters))
     value = statistic(data, rows)
-    drawn = [
-        Null.of(name, np.array([statistic(draw, slice(None)) for draw in draws]), claim.side)
-        for name, draws in controls.items()
-    ]
+    numbers = {name: np.array([statistic(draw, slice(None)) for draw in draws]) for name, draws in controls.items()}
+    if claim.scale == "log" and any((of <= 0).any() for of in (np.array(value), *numbers.values())):
+        claim = replace(claim, scale="identity")
+    drawn = [Null.of(name, of, claim.side) for name, of in numbers.items()]
     interval = interval or jackknife(lambda kept: statistic(data, kept), rows, clusters, transform)
     if without is not None:
         model, cut, groups = without
@@ -63,9 +67,22 @@ def compare(
     return estimate(claim, value, interval, [*drawn, *nulls], n=len(rows), clusters=len(set(clusters)))
 
 
+def log_if_positive(claim: Claim, clusters: Clusters, *sides: np.ndarray) -> Transform:
+    """The scale of an interval of a mean, or of a ratio of them: the log if the claim's is and each side [row] has a
+    positive sum, whichever cluster is left out; else the identity."""
+    positive = all(side.min() >= 0 and len(set(np.asarray(clusters)[side > 0])) > 1 for side in sides)
+    return "log" if claim.scale == "log" and positive else "identity"
+
+
 def mean_of(values: np.ndarray, rows: np.ndarray | slice) -> float:
     """The mean over rows, as a Statistic."""
     return float(values[rows].mean())
+
+
+def ratio_of(parts: tuple[np.ndarray, np.ndarray], rows: np.ndarray | slice = slice(None)) -> float:
+    """The mean of the first over that of the second, over rows, as a Statistic; 0 where the second is 0."""
+    above, below = (part[rows].mean() for part in parts)
+    return float(above / below) if below else 0.0
 
 
 def permutation_null(

@@ -17,15 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmgeom.claims import Claim, Null, estimate
+from llmgeom.batch import Batch
 from llmgeom.flags import places
 from llmgeom.model.attention import Recorder
 from llmgeom.model.batching import BATCH_TOKENS
+from llmgeom.model.capture import Site
 from llmgeom.model.edits import Clean, Edit, Point, Resume, Where
-from llmgeom.probe import Batch, Model, Site
 from llmgeom.progress import tell
-from llmgeom.result import Estimate
-from llmgeom.stats.resampling import Interval, Transform
 
 COPIES, NUMBERS = 32, 2**26  # the most copies of a batch in a pass, and log-probabilities of all (two copies at least)
 GRADIENTS = 2  # answers drawn for the approximation of a KL
@@ -52,12 +50,14 @@ class Intervention:
         moves: Where, and with what: `zero`, `to_mean`, `add` (resample and patch add a donor's activation less the
             input's own; steering adds a direction), or the moves of an `Axis` (project out, keep only, steer).
         columns: The coordinates that move, such as those of one head.
+        dose: What multiplies every displacement.
         at: [input seq] bool, which of the runner's positions move; None for all. A pass begins at the first of them.
     """
 
     name: str
     moves: Moves
     columns: slice = field(default_factory=lambda: slice(None))
+    dose: float = 1.0
     at: Tensor | None = None
 
     @property
@@ -84,9 +84,9 @@ def add(steps: Tensor) -> Move:
     return lambda x, row: steps[row]
 
 
-def rescaled(steps: Tensor, length: Tensor) -> Tensor:
-    """The same directions, rescaled to `length` in each row."""
-    return steps * (length / steps.norm(dim=-1, keepdim=True).clamp_min(1e-300))
+def rescaled(steps: Tensor, like: Tensor) -> Tensor:
+    """The same directions, each row as long as that of `like`."""
+    return steps * (like.norm(dim=-1, keepdim=True) / steps.norm(dim=-1, keepdim=True).clamp_min(1e-300))
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +107,7 @@ class Runner:
             passes.
     """
 
-    subject: Model
+    subject: Any
     batch: Batch
     at: Tensor
     outcomes: Outcomes
@@ -166,7 +166,7 @@ class Runner:
             if self.compared:
                 first[-1] = first[0]
             # No layer runs above the last one that is read.
-            end = self.layer + 1 if self.sites == (Site.ATTN_OUT,) else None
+            end = None if Site.LOG_PROBS in self.sites or self.layer < 0 else self.layer + 1
             start = min(layer for edit in edits for layer in edit.layers or ())
             resume = Resume(self.clean, start, torch.cat(first), end)
         options: dict[str, Any] = {"layers": self.layer, "batch_tokens": self.batch_tokens, "resume": resume}
@@ -208,10 +208,11 @@ class Runner:
             after = before.clone()
             for j in copy.unique().tolist():
                 if location in copies[j].moves:
-                    mine, columns, at = copy[line] == j, copies[j].columns, copies[j].at
-                    if at is not None:
-                        mine &= at[prompt[line], place[line, position]]
-                    after[mine, columns] += copies[j].moves[location](before[mine], row[mine])[:, columns]
+                    one, mine = copies[j], copy[line] == j
+                    if one.at is not None:
+                        mine &= one.at[prompt[line], place[line, position]]
+                    step = one.dose * one.moves[location](before[mine], row[mine])
+                    after[mine, one.columns] += step[:, one.columns]
             x = x.clone()
             x[line, position] = after.to(x).unflatten(1, x.shape[2:])
             return x
@@ -282,7 +283,7 @@ class Runner:
             # Only the rows that it changes: patches of one place have a tenth of them.
             own = torch.arange(len(row)) if one.at is None else one.at[prompt[line], position].nonzero()[:, 0]
             for at, move in one.moves.items():
-                step = move(x[at][own], row[own])[:, one.columns]
+                step = one.dose * move(x[at][own], row[own])[:, one.columns]
                 along = (slopes[at][:, own][..., one.columns] * step).sum(-1)
                 total = torch.zeros(len(numbers), len(members), dtype=along.dtype)
                 found[:, i] += total.index_add_(1, line[own], along).numpy()
@@ -307,20 +308,23 @@ class Runner:
         return np.square(slopes).mean(0) / 2 / count.numpy() / np.log(2)
 
 
-def gradients(approximate: Callable[[], np.ndarray], subject: Model) -> np.ndarray | None:
-    """What an approximation gives; None where no gradient can be taken: then all is edited, which the log says."""
+def gradients(approximate: Callable[[], np.ndarray] | None, components: int, runner: Runner) -> np.ndarray | None:
+    """What an approximation gives. None without one, for at most EVERY components, and where no gradient can be taken:
+    then all is edited, which the log says."""
+    if approximate is None or components <= EVERY:
+        return None
     try:
         return approximate()
     except Exception as refusal:  # a family's own modules may refuse a gradient in any way
-        logging.getLogger("llmgeom").info("%s: everything is edited (%s)", subject.name, refusal)
+        logging.getLogger("llmgeom").info("%s: everything is edited (%s)", runner.subject.name, refusal)
         return None
 
 
 def two_stages(
     runner: Runner,
     groups: Sequence[Sequence[Intervention]],
-    rough: np.ndarray,
     outcome: str,
+    approximate: Callable[[], np.ndarray] | None,
     *,
     seed: int,
     lead: int = 1,
@@ -329,7 +333,7 @@ def two_stages(
     number: int = EDITED,
     stage: str = "",
 ) -> Effects:
-    """The effect of every component, of which the largest by gradients and a random sample of the others are edited.
+    """The effect of every component; of many, the largest by gradients and a random sample of the others are edited.
 
     The sample of a stratum has `number` draws with replacement, half of the chance even and half by the gradients'
     effect: the mean of effect / chance is an unbiased estimate of the others' total (Hansen and Hurwitz 1943), also
@@ -342,15 +346,21 @@ def two_stages(
     Args:
         groups: The interventions of each component, as many each: `lead` draws, whose mean is its effect, then controls
             that are run where it is.
-        rough: [intervention input] the effects by gradients, group after group.
+        approximate: Gives [intervention input], the effects by gradients, group after group. All is edited where
+            `gradients` has none.
         strata: [component] which stratum it is of; all of one by default. whole: strata of which all are edited.
         number: Of a stratum, the components that are edited as the largest, and the draws of its others.
 
     Returns:
-        outcome [intervention input]; edited [component], 1 for the largest, 2 for the sample, 0 where it is estimated;
-        rough [component input]; total_error [stratum], of the sum of its components' means; off [component], 0 where
-        it is edited, else the rms difference of a component's mean from its estimate in the sample of its stratum.
+        outcome [intervention input], and of two stages: edited [component], 1 for the largest, 2 for the sample, 0
+        where it is estimated; rough [component input]; total_error [stratum], of the sum of its components' means; off
+        [component], 0 where it is edited, else the rms difference of a component's mean from its estimate in the sample
+        of its stratum.
     """
+    every = [one for group in groups for one in group]
+    rough = gradients(approximate, len(groups), runner)
+    if rough is None:
+        return runner.measure(every, stage)
     ends = np.cumsum([len(group) for group in groups])
     places = [np.arange(end - len(group), end) for group, end in zip(groups, ends, strict=True)]
     of = np.zeros(len(groups), dtype=int) if not len(strata) else np.asarray(strata)
@@ -373,7 +383,6 @@ def two_stages(
         edited[order[:number]], edited[others[some]] = 1, 2
         drawn[stratum] = others[some], chance[some]
     chosen = np.concatenate([places[i] for i in np.flatnonzero(edited)])
-    every = [one for group in groups for one in group]
     values = rough.copy()
     values[chosen] = runner.measure([every[i] for i in chosen.tolist()], stage)[outcome]
     effect = led(values).mean(1) * sign
@@ -389,7 +398,7 @@ def two_stages(
     return {outcome: values, "edited": edited, "rough": led(rough), "total_error": error, "off": off}
 
 
-def copies_of(batch: Batch, subject: Model) -> int:
+def copies_of(batch: Batch, subject: Any) -> int:
     """The most copies of a batch in a pass."""
     rows = len(batch) if batch.query is None else int(batch.query.sum())
     return min(COPIES, max(2, NUMBERS // (rows * subject.facts["vocabulary"])))
@@ -421,25 +430,6 @@ def priced(layers: Sequence[int], depth: int, tokens: float, most: int = COPIES)
     return tokens * sum((len(one) + 1) * (depth - begins[one.start]) for one in passes) / depth
 
 
-def chosen_layers(subject: Model, layers: Any) -> tuple[int, ...]:
+def chosen_layers(subject: Any, layers: Any) -> tuple[int, ...]:
     """The edited layers, as `flags.places` reads them; None for all. Raises UserError for one that does not exist."""
     return places("--layers", "all" if layers is None else layers, len(subject.blocks))
-
-
-def scale_of_interval(claim: Claim, clusters: np.ndarray, *sides: np.ndarray) -> Transform:
-    """The scale of an interval: the claim's scale, on which values are compared with draws, if possible.
-
-    The log needs positive sums, whichever cluster is left out, else the identity is used; sides [prompt] are summed.
-    """
-    positive = all(side.min() >= 0 and len(set(clusters[side > 0])) > 1 for side in sides)
-    return "log" if claim.scale == "log" and positive else "identity"
-
-
-def estimate_against(
-    claim: Claim, value: float, interval: Interval, draws: Mapping[str, np.ndarray], clusters: np.ndarray, *more: Null
-) -> Estimate:
-    """The estimate of a value over prompts in `clusters`, compared with draws of each null and with other nulls."""
-    if claim.scale == "log" and min(value, *(kind.min() for kind in draws.values())) <= 0:
-        claim = replace(claim, scale="identity")  # the effect of an edit that reaches no output is exactly 0
-    nulls = [Null.of(kind, values, claim.side) for kind, values in draws.items()]
-    return estimate(claim, value, interval, [*nulls, *more], n=len(clusters), clusters=len(set(clusters)))
