@@ -416,6 +416,9 @@ def test_copying_without_heads_is_that_of_hooks(subject, eager):
     [hook.remove() for hook in hooks]
     reading = subject.copying(chosen, length=12, sequences=3, draws=2, seed=5)
     np.testing.assert_allclose(reading["log-probability"][0], clean.mean(), rtol=1e-4)
+    first = eager(ids).logits.double().log_softmax(-1)[:, before : before + 11]
+    first = first.gather(2, ids[:, before + 1 : before + 12, None]).mean()
+    np.testing.assert_allclose(reading.attrs["log-probability, first time"], first, rtol=1e-4)
     np.testing.assert_allclose(reading["lost"][:2], [0, lost.mean()], atol=1e-4)
     half = scipy.stats.t.ppf(0.975, 2) * lost.std() / math.sqrt(3)
     np.testing.assert_allclose(reading["lost, high"][1] - reading["lost"][1], half, rtol=1e-2)

@@ -70,8 +70,9 @@ def look(subject: Model, settings: RunConfig) -> Shown:
         random = lost["lost"][2:]
         sentences.append(
             f"Without {', '.join(f'L{a}H{b}' for a, b in chosen)} a repeated token loses {value:.2f} [{low:.2f}, "
-            f"{high:.2f}] nats of log-probability (of {lost['log-probability'][0]:.2f}); without as many random heads "
-            f"{random.min():.2f} to {random.max():.2f}."
+            f"{high:.2f}] nats of log-probability (of {lost['log-probability'][0]:.2f}; the first time the token had "
+            f"{lost.attrs['log-probability, first time']:.2f}); without as many random heads {random.min():.2f} to "
+            f"{random.max():.2f}."
         )
         pictures.insert(1, (lost, "lost"))
     return Shown(sentences, pictures, [*lines, ""])

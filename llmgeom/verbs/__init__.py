@@ -127,7 +127,8 @@ class Verbs:
 
         Returns:
             Over edits (none, these heads, each random set): `lost`, the mean log-probability of a repeated token
-            without the edit less with it, in nats, with its 95 % interval over sequences.
+            without the edit less with it, in nats, with its 95 % interval over sequences. In `attrs` what the tokens
+            had the first time, without the edit: heads that do all of the copying bring a token back to it.
         """
         from llmgeom.verbs.heads import copying
 

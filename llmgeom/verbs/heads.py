@@ -174,8 +174,10 @@ def copying(subject: Any, chosen: Sequence[tuple[int, int]], length: int, sequen
         moves = {("z", layer): partial(to_mean, layer, mine[layer].flatten()) for layer, _ in heads_}
         return Intervention(name, moves)
 
-    every, rows = [ablated(name, heads_) for name, heads_ in edits.items()], []
+    every, rows, first = [ablated(name, heads_) for name, heads_ in edits.items()], [], []
     for some in parts:
+        seen = subject.capture(asking(some, range(before, before + length - 1)), Site.LOG_PROBS).log_probs.cpu()
+        first += seen.gather(1, some[:, before + 1 : before + length].reshape(-1, 1)).flatten().tolist()
         batch, right = asking(some, range(before + length, width - 1)), some[:, before + length + 1 :].reshape(-1, 1)
 
         def said(_: Sequence[torch.Tensor], x: Sequence[torch.Tensor], right: torch.Tensor = right) -> dict[str, Any]:
@@ -195,7 +197,11 @@ def copying(subject: Any, chosen: Sequence[tuple[int, int]], length: int, sequen
         units={"lost": "nats a token", "log-probability": "nats a token"},
         ticks={"edit": tuple(edits)},
         bands={"95 % interval over sequences": ("{}, low", "{}, high")},
-        attrs={"sequences": sequences, "heads": [str(heads_) for heads_ in edits.values()]},
+        attrs={
+            "sequences": sequences,
+            "heads": [str(heads_) for heads_ in edits.values()],
+            "log-probability, first time": float(np.mean(first)),
+        },
     )
 
 
