@@ -8,7 +8,7 @@ import torch
 
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
-from llmgeom.probes.labels.probe import LEFT_IN, LabelProbe
+from llmgeom.probes.labels.probe import LEFT_IN, LabelProbe, where
 from llmgeom.stats.label_scores import coded
 from llmgeom.stats.nested_probe import Design, deletions, held_out, interval, stratified_folds
 from studies.planted_labels import DIM, World, claim, leak, planned
@@ -224,3 +224,18 @@ def test_layers_of_a_hybrid_keep_their_numbers_and_sites_of_other_depths_go_toge
     assert (len(both.arrays["residual_score"]), len(both.arrays["value_score"])) == (3, 2) and "layer" not in both.ticks
     with refused(UserError, "residual and value lie in different layers"):
         read({(Site.RESIDUAL, 0): 0, (Site.RESIDUAL, 1): 1, (Site.VALUE, 2): 2}, Site.RESIDUAL, Site.VALUE)
+
+
+@pytest.mark.parametrize(
+    ("above", "said"),
+    [
+        ([1, 2, 3, 4, 6], "in layers 1 to 4, 6;"),
+        ([4, 5, 6, 7], "from layer 4;"),
+        ([2, 3], "in layers 2, 3;"),
+        ([5], "in layer 5;"),
+        (range(8), "at every layer read;"),
+    ],
+)
+def test_layers_where_a_label_is_readable_are_named_as_runs(above, said):
+    low = np.isin(np.arange(8), [*above]).astype(float)
+    assert said in where(range(8), np.ones(8), low, np.full(8, 0.5), 3)

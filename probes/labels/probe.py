@@ -519,12 +519,15 @@ def where(layers: Sequence[int], score: np.ndarray, low: np.ndarray, highest: np
         return f"at no layer above every control's band; {chosen}"
     if len(above) == len(layers):
         return f"above every control's band at every layer read; {chosen}"
-    last = layers.index(above[-1])
-    first = next(i for i in range(last + 1) if [*layers[i : last + 1]] == [*above[-(last + 1 - i) :]])
-    if above != [*layers[first : last + 1]]:
-        places = f"in layers {', '.join(map(str, above))}"
-    elif last == len(layers) - 1:
+    runs: list[list[int]] = []  # of neighbours among the layers that were read
+    for layer in above:
+        if runs and layers.index(layer) == layers.index(runs[-1][-1]) + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    if len(runs) == 1 and above[-1] == layers[-1]:
         places = f"from layer {above[0]}"
     else:
-        places = f"in layers {above[0]} to {above[-1]}" if len(above) > 1 else f"in layer {above[0]}"
+        each = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+        places = f"in layer{'s' * (len(above) > 1)} {', '.join(each)}"
     return f"above every control's band {places}; {chosen}"
