@@ -9,6 +9,7 @@ no longer meet it.
 from __future__ import annotations
 
 import json
+import re
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -311,7 +312,13 @@ def induction() -> list[str]:
     lead = (
         "Random tokens, repeated; intervals over 8 sequences (`llmgeom heads`; records `smollm2_heads`, `gemma_heads`):"
     )
-    return [lead, "", *heads("smollm2"), *heads("gemma"), ""]
+    printed = " ".join(stored("gemma_heads")["output"][:2])
+    lost, low, high, again, first = map(float, re.findall(r"-?\d+\.\d+", printed.partition(" loses ")[2])[:5])
+    whole = said(
+        "**Three heads do all of Gemma's copying**: without them a repeated token is as unlikely as the first time.",
+        abs(again - lost - first) < 0.5 and high - low < 2,
+    )
+    return [lead, "", *heads("smollm2"), *heads("gemma"), "", *prose(whole)]
 
 
 def believed() -> list[str]:
@@ -330,32 +337,40 @@ def believed() -> list[str]:
             "; ".join(number(x, ".2f") for x in away),
         ])  # fmt: skip
     beyond = {name: spread(run["numbers"]["beyond all rivals"]) for name, run in found.items()}
-    known, taught, asked = (beyond[name] for name in ("a tunnel, mess3", "a tunnel, slow", "SmolLM2, slow"))
-    slow = found["SmolLM2, slow"]
+    known, taught, *asked = (
+        beyond[name] for name in ("a tunnel, mess3", "a tunnel, slow", "SmolLM2, slow", "Gemma, slow")
+    )
+    slow = [found[f"{model}, slow"] for model in MODELS.values()]
+    copies = [run["numbers"]["untrained beyond all rivals"][0] for run in slow]
     others = [run["numbers"]["beyond all rivals"] for run in stored("beliefs")["runs"]
               if "SmolLM2" in run["model"] and run["run"].startswith("slow, ")]  # fmt: skip
-    other = moved(found["SmolLM2, hmm"], "another")
-    answer, control = moved(slow, "another"), slow["numbers"].get("untrained beyond all rivals")
-    copy = "no untrained copy was read" if not control else f"an untrained copy {number(control[0], '.2f')}"
+    answers, other = [moved(run, "another") for run in slow], moved(found["SmolLM2, hmm"], "another")
+    away = [
+        [run["positions"][of][-1] for of in ("KL to the exact next symbol", "KL of an even answer")] for run in slow
+    ]
     return [
         *prose(
             said(
                 f"**mess3 cannot tell a belief from a short memory**: even a tunnel trained on it has only "
-                f"{value(known, '.2f')} beyond all rivals. **The slow chain can**: there a tunnel has "
-                f"{value(taught, '.2f')} and SmolLM2 {value(asked, '.2f')} ({copy}; another seed, words, commas: "
-                f"{', '.join(number(x[0], '.2f') for x in others)}). **SmolLM2's answer does not move "
-                f"with that belief**, {value(answer, '.2f')} of the way (with that of `hmm` {value(other, '.2f')}), "
-                "and lies further from the exact one than an even answer.",
+                f"{value(known, '.2f')} beyond all rivals. **The slow chain can, and both models hold something of its "
+                f"belief**: SmolLM2 {value(asked[0], '.2f')} (another seed, words, commas: "
+                f"{', '.join(number(x[0], '.2f') for x in others)}) and Gemma {value(asked[1], '.2f')} beyond all rivals, "
+                f"untrained copies {number(copies[0], '.2f')}, a tunnel {value(taught, '.2f')}. **It is not seen to be "
+                f"used**: put in another's place it moves the answer by {value(answers[0], '.2f')} and "
+                f"{value(answers[1], '.2f')} of the way (that of `hmm` in SmolLM2 by {value(other, '.2f')}), and both "
+                "answer worse than an even guess.",
                 known["value"] < 0.1,
                 taught["low"] > 0.5,
-                asked["low"] > 0 and asked["high"] < taught["low"],
-                answer["low"] < 0 < answer["high"] < 0.25,
+                *(one["low"] > max(copies) and one["high"] < taught["low"] for one in asked),
+                *(x[1] > max(copies) for x in others),
+                max(copies) < 0.005,
+                *(answer["low"] < 0 < answer["high"] < 0.3 for answer in answers),
                 other["low"] > 0 and other["high"] < 0.5,
-                slow["positions"]["KL to the exact next symbol"][-1] > slow["positions"]["KL of an even answer"][-1],
+                *(exact > even for exact, even in away),
             )
         ),
         *prose(
-            """Ridge read-outs of the exact belief, at the layer that reads best, held out by sequence; SmolLM2 in
+            """Ridge read-outs of the exact belief, at the layer that reads best, held out by sequence; both models in
             bfloat16, 16 sequences of 512 symbols; tunnels of the process, 64 of 64 (`python -m studies.beliefs`, record
             `beliefs`; [method](evidence.md#beliefs-in-long-contexts)). *Beyond all rivals*: partial R2, of what readers
             of the last 1 to 6 symbols, counts and exponential filters together leave. *Moved*: by the residual
