@@ -342,8 +342,9 @@ def believed() -> list[str]:
     )
     slow = [found[f"{model}, slow"] for model in MODELS.values()]
     copies = [run["numbers"]["untrained beyond all rivals"][0] for run in slow]
-    others = [run["numbers"]["beyond all rivals"] for run in stored("beliefs")["runs"]
-              if "SmolLM2" in run["model"] and run["run"].startswith("slow, ")]  # fmt: skip
+    others = {run["run"].removeprefix("slow, "): run["numbers"]["beyond all rivals"] for run in stored("beliefs")["runs"]
+              if "SmolLM2" in run["model"] and run["run"].startswith("slow, ")}  # fmt: skip
+    again = ", ".join(f"{name} {number(x[0], '.2f')}" for name, x in others.items())
     answers, other = [moved(run, "another") for run in slow], moved(found["SmolLM2, hmm"], "another")
     away = [
         [run["positions"][of][-1] for of in ("KL to the exact next symbol", "KL of an even answer")] for run in slow
@@ -353,16 +354,15 @@ def believed() -> list[str]:
             said(
                 f"**mess3 cannot tell a belief from a short memory**: even a tunnel trained on it has only "
                 f"{value(known, '.2f')} beyond all rivals. **The slow chain can, and both models hold something of its "
-                f"belief**: SmolLM2 {value(asked[0], '.2f')} (another seed, words, commas: "
-                f"{', '.join(number(x[0], '.2f') for x in others)}) and Gemma {value(asked[1], '.2f')} beyond all rivals, "
-                f"untrained copies {number(copies[0], '.2f')}, a tunnel {value(taught, '.2f')}. **It is not seen to be "
+                f"belief**: SmolLM2 {value(asked[0], '.2f')} ({again}) and Gemma {value(asked[1], '.2f')} beyond all "
+                f"rivals, untrained copies {number(copies[0], '.2f')}, a tunnel {value(taught, '.2f')}. **It is not seen to be "
                 f"used**: put in another's place it moves the answer by {value(answers[0], '.2f')} and "
                 f"{value(answers[1], '.2f')} of the way (that of `hmm` in SmolLM2 by {value(other, '.2f')}), and both "
                 "answer worse than an even guess.",
                 known["value"] < 0.1,
                 taught["low"] > 0.5,
                 *(one["low"] > max(copies) and one["high"] < taught["low"] for one in asked),
-                *(x[1] > max(copies) for x in others),
+                *(x[1] > max(copies) for x in others.values()),
                 max(copies) < 0.005,
                 *(answer["low"] < 0 < answer["high"] < 0.3 for answer in answers),
                 other["low"] > 0 and other["high"] < 0.5,
