@@ -356,8 +356,8 @@ def believed() -> list[str]:
                 f"**mess3 cannot tell a belief from a short memory**: even a tunnel trained on it has only "
                 f"{value(known, '.2f')} beyond all rivals. **The slow chain can, and both models hold something of its "
                 f"belief**: SmolLM2 {value(asked[0], '.2f')} ({again}) and Gemma {value(asked[1], '.2f')} beyond all "
-                f"rivals, untrained copies {number(copies[0], '.2f')}, a tunnel {value(taught, '.2f')}. **It is not seen "
-                f"to be used**: put in another's place it moves the answer by {value(answers[0], '.2f')} and "
+                f"rivals, untrained copies {number(copies[0], '.2f')}, a tunnel {value(taught, '.2f')}. **It is not "
+                f"seen to be used**: put in another's place it moves the answer by {value(answers[0], '.2f')} and "
                 f"{value(answers[1], '.2f')} of the way (that of `hmm` in SmolLM2 by {value(other, '.2f')}), and both "
                 "answer worse than an even guess.",
                 known["value"] < 0.1,
