@@ -225,7 +225,10 @@ class Batch:
             raise unknown("column", name, self.columns)
         kinds: dict[str, list[int]] = {}
         for row, cell in enumerate(self.columns[name], 1):
-            kinds.setdefault(_kind(cell), []).append(row)
+            kind = "no value" if cell is None else "truth values" if isinstance(cell, bool) else "text"
+            if isinstance(cell, int | float) and not isinstance(cell, bool):
+                kind = "numbers" if math.isfinite(cell) else "a number that is not finite"
+            kinds.setdefault(kind, []).append(row)
         for bad, remedy in (
             ("no value", "fill it in or remove the row"),
             ("a number that is not finite", "replace it"),
@@ -292,14 +295,3 @@ def row_numbers(rows: Sequence[int], most: int = 5) -> str:
     """Row numbers in words, the first few of many: "rows 1, 4, 9, 12, 30 and 7 more"."""
     more = f" and {len(rows) - most} more" if len(rows) > most else ""
     return f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:most]))}{more}"
-
-
-def _kind(cell: Any) -> str:
-    """The kind of a cell of a column, in words."""
-    if cell is None:
-        return "no value"
-    if isinstance(cell, bool):
-        return "truth values"
-    if isinstance(cell, int | float):
-        return "numbers" if math.isfinite(cell) else "a number that is not finite"
-    return "text"

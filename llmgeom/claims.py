@@ -40,10 +40,20 @@ def entries(folder: Path = FOLDER) -> Mapping[tuple[str, str], Claim]:
             probe = entry.pop("probe", "")
             if not isinstance(probe, str) or not probe:
                 raise ValueError(f"{where}: probe is {probe!r}; name one")
-            claim = _entry(entry, where)
+            claim = filled(Claim, entry, where)
+            needed = ("claim", "null", "source", "scale") if "claim" in entry else ()
+            if missing := [key for key in needed if not entry.get(key)]:
+                raise ValueError(f"{where}: {', '.join(missing)} missing")
+            if not 0 < claim.effect < math.inf:
+                raise ValueError(f"{where}: effect is {claim.effect:g}; give a number above 0")
+            ends: Sequence[float] = claim.range if isinstance(claim.range, list | tuple) else ()
+            if [type(end) for end in ends] != [float, float] or not ends[0] < ends[1]:
+                raise ValueError(f"{where}: range is {claim.range!r}; expected [0.0, 1.0], say")
+            if claim.equivalence and not claim.claim:
+                raise ValueError(f"{where}: equivalence is a claim; give its sentence")
             if (probe, claim.name) in every:
                 raise ValueError(f"{where} is declared twice; keep one")
-            every[probe, claim.name] = claim
+            every[probe, claim.name] = replace(claim, range=(ends[0], ends[1]))
     return every
 
 
@@ -77,20 +87,6 @@ def described(probe: str, claim: Claim) -> list[str]:
     }[claim.equivalence]
     parts = (claim.claim, rule, f"control: {claim.null}", f"source: {claim.source}")
     return [f"{probe}: {claim.name}", *(f"    {line}" for part in parts for line in textwrap.wrap(part, 92))]
-
-
-def _entry(entry: Mapping, where: str) -> Claim:
-    claim = filled(Claim, entry, where)
-    if missing := [key for key in ("claim", "null", "source", "scale") if "claim" in entry and not entry.get(key)]:
-        raise ValueError(f"{where}: {', '.join(missing)} missing")
-    if not 0 < claim.effect < math.inf:
-        raise ValueError(f"{where}: effect is {claim.effect:g}; give a number above 0")
-    ends: Sequence[float] = claim.range if isinstance(claim.range, list | tuple) else ()
-    if [type(end) for end in ends] != [float, float] or not ends[0] < ends[1]:
-        raise ValueError(f"{where}: range is {claim.range!r}; expected [0.0, 1.0], say")
-    if claim.equivalence and not claim.claim:
-        raise ValueError(f"{where}: equivalence is a claim; give its sentence")
-    return replace(claim, range=(ends[0], ends[1]))
 
 
 def estimate(
@@ -210,20 +206,14 @@ def judge_estimates(estimates: Sequence[Estimate]) -> tuple[Estimate, ...]:
 
     def judged(h: Estimate) -> Estimate:
         h = replace(h, adjusted=next(adjusted), among=len(posed))
-        if word(h)[0] == "open":
-            h = replace(h, needed=_needed(h))
+        # Clusters at which the declared effect, where it is there, holds with 90 % power; 0 where no number does.
+        if word(h)[0] == "open" and h.excess.setting.noise:
+            sides = 2 if h.rule.equivalence == "within" else 1
+            h = replace(h, needed=power.needed(replace(h.excess.setting, claims=h.among, sides=sides)) or 0)
         verdict, why = word(h)
         return replace(h, verdict=verdict, why=why)
 
     return tuple(judged(h) if h.claim else h for h in estimates)
-
-
-def _needed(h: Estimate) -> int:
-    """Clusters at which the declared effect, where it is there, holds with 90 % power; 0 where no number does."""
-    if not h.excess.setting.noise:
-        return h.needed
-    sides = 2 if h.rule.equivalence == "within" else 1
-    return power.needed(replace(h.excess.setting, claims=h.among, sides=sides)) or 0
 
 
 def layer_band(draws: Mapping[str, np.ndarray], side: Side = "upper") -> np.ndarray | None:

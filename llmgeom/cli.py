@@ -24,6 +24,7 @@ from llmgeom import __version__
 from llmgeom.cache import interrupt
 from llmgeom.errors import UserError, first_line, redact
 
+STOPPING = b"\nllmgeom: stopping after the current step; a second Ctrl-C or SIGTERM stops at once\n"
 # Heading -> command -> short help. Each command is the `main` of llmgeom/commands/NAME.py, imported at its first use.
 COMMANDS = {
     "Look": {
@@ -69,9 +70,7 @@ class Door(click.Group):
         known = cmd_name in self.list_commands(ctx)
         return importlib.import_module(f"llmgeom.commands.{cmd_name}").main if known else None
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         """The command by its name; the error for an unknown name suggests the nearest one."""
         try:
             return super().resolve_command(ctx, args)
@@ -103,7 +102,9 @@ class Door(click.Group):
         # of a default scan with Python's defaults, and .4 s with these settings. Peak memory is the same.
         gc.set_threshold(10_000, 20, 50)
         words = list(sys.argv[1:] if args is None else args)
-        as_json = "--json" in words or _in_environment("JSON", words)
+        # A flag may be set by its environment variable, as click reads it.
+        set_by = os.environ.get(f"LLMGEOM_{words[0].upper()}_JSON", "") if words else ""
+        as_json = "--json" in words or set_by.strip().lower() in ("1", "true", "t", "yes", "y", "on")
         if odd := [word for word in words if any("\ud800" <= c <= "\udfff" for c in word)]:
             # Such a file could be opened, but no record could contain its name.
             _fail(f"{odd[0]!r} is not UTF-8: rename the file or folder", 1, as_json=as_json)
@@ -112,7 +113,8 @@ class Door(click.Group):
         # With several processes, none may wait for the end of a step that the others have left: Ctrl-C acts at once.
         alone = os.environ.get("WORLD_SIZE", "1") == "1"
         try:
-            with interrupt.handled(_stopping) if alone else nullcontext():
+            # Inside a signal handler a print could collide with the print that it interrupted.
+            with interrupt.handled(partial(os.write, 2, STOPPING)) if alone else nullcontext():
                 code = run()
         except click.exceptions.Abort as abort:
             if not isinstance(abort.__cause__, KeyboardInterrupt):
@@ -132,12 +134,6 @@ class Door(click.Group):
         except Exception as error:
             fail(_unforeseen(error), 1, error if loud else None)
         sys.exit(code if isinstance(code, int) else 0)
-
-
-def _in_environment(flag: str, words: Sequence[str]) -> bool:
-    """Whether a flag of the command is set by its environment variable, as click reads it."""
-    value = os.environ.get(f"LLMGEOM_{words[0].upper()}_{flag}", "") if words else ""
-    return value.strip().lower() in ("1", "true", "t", "yes", "y", "on")
 
 
 def _fail(sentence: str, code: int, error: BaseException | None = None, as_json: bool = False) -> None:
@@ -173,11 +169,6 @@ def _unforeseen(error: BaseException) -> str:
     if isinstance(error, MemoryError) or re.search("out of memory|allocate memory|enough memory", text):
         return f"not enough memory ({text}); use fewer sequences or prompts, a smaller model, or --batch-tokens"
     return f"this should not have happened ({type(error).__name__}: {text}); -vv shows where, please report it"
-
-
-def _stopping() -> None:
-    # Inside a signal handler a print could collide with the print that it interrupted.
-    os.write(2, b"\nllmgeom: stopping after the current step; a second Ctrl-C or SIGTERM stops at once\n")
 
 
 @click.group(

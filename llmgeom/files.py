@@ -136,7 +136,8 @@ def filled(cls: type, plain: Mapping[str, Any], where: str) -> Any:
         choices = get_args(kind) if all(isinstance(choice, str) for choice in get_args(kind)) else ()
         if choices and value not in choices:
             raise ValueError(f"{where}: {key} is {value!r}; expected one of {', '.join(choices)}")
-        if (kind in (str, bool) and type(value) is not kind) or (kind is float and not is_number(value)):
+        number = type(value) in (int, float) and math.isfinite(value)
+        if (kind in (str, bool) and type(value) is not kind) or (kind is float and not number):
             raise ValueError(f"{where}: {key} is {value!r}; expected a {kind.__name__}")
         if get_origin(kind) is Mapping and not isinstance(value, dict):
             raise ValueError(f"{where}: {key} is {value!r}; expected a table")
@@ -144,11 +145,6 @@ def filled(cls: type, plain: Mapping[str, Any], where: str) -> Any:
     if missing := [name for name in required if not plain.get(name)]:
         raise ValueError(f"{where}: {', '.join(missing)} missing")
     return cls(**plain)
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value is a finite number and not a truth value."""
-    return type(value) in (int, float) and math.isfinite(value)
 
 
 def import_file(path: Path, kind: str, where: str) -> ModuleType:

@@ -81,28 +81,25 @@ class Flag:
     most: float = LARGEST_COUNT
 
 
-def flags(config: type) -> tuple[Flag, ...]:
-    """The flags of a configuration, in the order of its fields."""
-    key: Any = config  # a dataclass type is hashable, but mypy checks its instances
-    return _flags(key)
-
-
 @cache
-def _flags(config: Any) -> tuple[Flag, ...]:
-    hints = get_type_hints(config)
-    return tuple(_read(f, hints[f.name]) for f in fields(config) if "help" in f.metadata)
-
-
-def _read(declared: Any, hint: Any) -> Flag:
-    if get_origin(hint) in (Union, UnionType):
-        (hint,) = (kind for kind in get_args(hint) if kind is not NoneType)
-    several = get_origin(hint) is tuple
-    item = get_args(hint)[0] if several else hint
-    choices = get_args(item) if get_origin(item) is Literal else ()
-    about = dict(declared.metadata)
-    given_name = about.pop("name", "")
-    name = declared.name if about.get("argument") else given_name or "--" + declared.name.replace("_", "-")
-    return Flag(declared.name, name, str if choices else item, choices, several, declared.default, **about)
+def flags(config: Any) -> tuple[Flag, ...]:
+    """The flags of a configuration, in the order of its fields."""
+    hints, found = get_type_hints(config), []
+    for declared in fields(config):
+        if "help" not in declared.metadata:
+            continue
+        hint = hints[declared.name]
+        if get_origin(hint) in (Union, UnionType):
+            (hint,) = (kind for kind in get_args(hint) if kind is not NoneType)
+        several = get_origin(hint) is tuple
+        item = get_args(hint)[0] if several else hint
+        choices = get_args(item) if get_origin(item) is Literal else ()
+        about: dict[str, Any] = dict(declared.metadata)
+        given_name = about.pop("name", "")
+        name = declared.name if about.get("argument") else given_name or "--" + declared.name.replace("_", "-")
+        kind = str if choices else item
+        found.append(Flag(declared.name, name, kind, choices, several, declared.default, **about))
+    return tuple(found)
 
 
 def check(config: Any) -> None:
@@ -206,13 +203,17 @@ def read_fields(kind: type, spelt: str, text: str) -> dict[str, Any]:
     for part in re.split(r",(?=\w+=)", text) if text else ():
         key, equals, value = part.partition("=")
         if not equals or key not in known:
-            flags = ", ".join(f"{f.name} ({hints[f.name].__name__}, {_default(f)})" for f in known.values())
-            raise UserError(f"{spelt}: no field {part!r}; it has {flags}")
+            usual = {
+                name: "no default" if f.default is MISSING else f"default {f.default}" for name, f in known.items()
+            }
+            each = (f"{name} ({hints[name].__name__}, {said})" for name, said in usual.items())
+            raise UserError(f"{spelt}: no field {part!r}; it has {', '.join(each)}")
         try:
-            values[key] = _boolean(value) if hints[key] is bool else hints[key](value)
+            truth = {"true": True, "false": False}
+            values[key] = truth[value.lower()] if hints[key] is bool else hints[key](value)
             if hints[key] in (int, float) and not abs(values[key]) < LARGEST:
                 raise ValueError
-        except ValueError:
+        except (ValueError, KeyError):
             below = f" below {LARGEST:,}" if hints[key] in (int, float) else ""
             raise UserError(f"{spelt}: {key}={value!r}; expected {hints[key].__name__}{below}") from None
     if missing := [f.name for f in known.values() if f.default is MISSING and f.name not in values]:
@@ -226,13 +227,3 @@ def changed_fields(value: Any, name: str, defaults: Mapping[str, Any] = {}) -> s
     usual = {f.name: f.default for f in fields(value)} | {**defaults}
     changed = [f"{name}={given}" for name, given in each.items() if given != usual[name]]
     return f"{name}:{','.join(changed)}" if changed else name
-
-
-def _default(field: Any) -> str:
-    return "no default" if field.default is MISSING else f"default {field.default}"
-
-
-def _boolean(text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise ValueError
-    return text.lower() == "true"

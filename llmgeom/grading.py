@@ -65,11 +65,6 @@ class Origin:
         """The probability with which training drew a target again."""
         return float(self.facts.get("training", {}).get("corrupt", 0.0))
 
-    @property
-    def holds_out_states(self) -> bool:
-        """Whether training had no loss in some states of the evidence."""
-        return self.facts.get("training", {}).get("hold_out") == "states"
-
     def doubts(self, task: World) -> Iterator[str]:
         """Doubts about a verdict on this task."""
         if not self.task:
@@ -114,7 +109,26 @@ def question(
     sizes = origin.sizes(task, subject.facts["parameters"])
     asked = "any hypothesis" if task.memorisable else "hypotheses held out of training"
     other = [f"trained on {origin.task}"] * (origin.task not in ("", task.title))
-    probes = _probes(exact, trained_on, origin, (f"{n} sequences of {asked}", *other), sizes)
+    drawn = (f"{n} sequences of {asked}", *other)
+    held_out = origin.facts.get("training", {}).get("hold_out") == "states"  # training had no loss in some of them
+    drew, observer = int(origin.facts.get("sequences", MOST)), answer_observer(task, grading.SEEN)
+    # Name -> what is measured, in the order of the page; `trained_on` has the targets as training drew them.
+    asks: dict[str, tuple[Evaluation, grading.Ask]] = {
+        POSTERIOR: (exact, partial(results.distance, POSTERIOR, (*drawn, sizes))),
+        MIXTURE: (trained_on, partial(results.distance, MIXTURE, (*drawn, sizes))),
+        CALIBRATION: (trained_on, results.calibration),
+        MEMORY: (trained_on, partial(results.memory, (sizes,))),
+        STATES: (trained_on, partial(results.states, (sizes,))),
+        HORIZON: (trained_on, results.horizon),
+    }
+    left_out = {MIXTURE} if trained_on is exact else set()
+    left_out |= set() if held_out else {STATES}
+    left_out |= set() if trained_on.trained < len(task.query) else {HORIZON}
+    probes = {
+        name: GradeProbe(evaluation, drew, ask, observer, name == MEMORY and not task.memorisable, corrupt, held_out)
+        for name, (evaluation, ask) in asks.items()
+        if name not in left_out
+    }
     known = as_exact(exact.finite, trained)
     seen = {} if task.memorisable else {grading.SEEN: replace(trained_on, split="seen").batch}
 
@@ -146,28 +160,3 @@ def question(
         ),
         finish=with_scores,
     )
-
-
-def _probes(
-    exact: Evaluation, trained_on: Evaluation, origin: Origin, drawn_from: tuple[str, ...], sizes: str
-) -> dict[str, GradeProbe]:
-    """Name -> probe, in the order of the page; `trained_on` has the targets as training drew them."""
-    task, drew = exact.task, int(origin.facts.get("sequences", MOST))
-    observer = answer_observer(task, grading.SEEN)
-    asks: dict[str, tuple[Evaluation, grading.Ask]] = {
-        POSTERIOR: (exact, partial(results.distance, POSTERIOR, (*drawn_from, sizes))),
-        MIXTURE: (trained_on, partial(results.distance, MIXTURE, (*drawn_from, sizes))),
-        CALIBRATION: (trained_on, results.calibration),
-        MEMORY: (trained_on, partial(results.memory, (sizes,))),
-        STATES: (trained_on, partial(results.states, (sizes,))),
-        HORIZON: (trained_on, results.horizon),
-    }
-    left_out = {MIXTURE} if trained_on is exact else set()
-    left_out |= set() if origin.holds_out_states else {STATES}
-    left_out |= set() if trained_on.trained < len(task.query) else {HORIZON}
-    corrupt, held_out = trained_on.corrupt, origin.holds_out_states
-    return {
-        name: GradeProbe(evaluation, drew, ask, observer, name == MEMORY and not task.memorisable, corrupt, held_out)
-        for name, (evaluation, ask) in asks.items()
-        if name not in left_out
-    }

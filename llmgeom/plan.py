@@ -36,7 +36,7 @@ from llmgeom.probe import (
     Unavailable,
     UserError,
 )  # fmt: skip
-from llmgeom.prompt_table import attention_observer
+from llmgeom.provenance import attention_observer
 from llmgeom.record import Record
 from llmgeom.stats.verdict import LEAST_DRAWS
 
@@ -123,11 +123,22 @@ class Plan:
         Raises:
             UserError: a layer or position that is not there; the last layer, which every claim is about, left out.
         """
-        chosen = _chosen(layers, subject.facts["layers"])
+        depth = subject.facts["layers"]
+        chosen = None if layers == "all" else places("--layers", layers, depth)
+        if chosen is not None and depth - 1 not in chosen:
+            raise UserError(
+                f"--layers {layers} leaves out the last layer ({depth - 1}), which claims are about: give {layers},-1"
+            )
         kept = None if sites is None else UNLAYERED | set(map(Site, sites))
         reasons = {name: _unable(subject, batch, probe.NEEDS, layers, chosen, kept) for name, probe in probes.items()}
         measured = {name: probe for name, probe in probes.items() if not reasons[name]}
-        needs = {name: _available(probe.NEEDS, subject, kept) for name, probe in measured.items()}
+        needs = {}
+        for name, probe in measured.items():  # the optional sites that are there are among its sites
+            need, lacks = probe.NEEDS, subject.unavailable
+            optional = {one for one in need.optional if (kept is None or one in kept) and not lacks({one})}
+            if "attention_layers" in subject.facts and not need.sites & ATTENDING:
+                optional -= ATTENDING  # beside sites of every layer, those of some would stand at other layers' numbers
+            needs[name] = replace(need, sites=need.sites.union(optional), optional=frozenset())
         wanted = _union(frozenset(need.samples) for need in needs.values())
         given = {MAIN: batch} | {name: one for name, one in samples.items() if name in wanted}
         inputs = {name: _queried(subject, one, positions) for name, one in given.items()}
@@ -263,18 +274,6 @@ def _union(sets: Iterable[frozenset[Any]]) -> frozenset[Any]:
     return frozenset().union(*sets)
 
 
-def _chosen(layers: str, depth: int) -> tuple[int, ...] | None:
-    """The layers of a selection; None for all. Raises UserError where one is not there, or the last is left out."""
-    if layers == "all":
-        return None
-    chosen = places("--layers", layers, depth)
-    if depth - 1 not in chosen:
-        raise UserError(
-            f"--layers {layers} leaves out the last layer ({depth - 1}), which claims are about: give {layers},-1"
-        )
-    return chosen
-
-
 def _queried(subject: Model, batch: Batch, chosen: str) -> Batch:
     """A batch with its tokens and queried positions. Raises UserError where a prompt has none of the positions."""
     batch = replace(batch, inputs=subject.tokens(batch))
@@ -310,14 +309,6 @@ def _unable(
     except UserError as refusal:
         return str(refusal)
     return ""
-
-
-def _available(needs: Needs, subject: Model, kept: frozenset[Site] | None) -> Needs:
-    """The needs with those of the optional sites that the model has and the selection keeps among their sites."""
-    optional = {one for one in needs.optional if (kept is None or one in kept) and not subject.unavailable({one})}
-    if "attention_layers" in subject.facts and not needs.sites & ATTENDING:
-        optional -= ATTENDING  # beside sites of every layer, those of some would stand at other layers' numbers
-    return replace(needs, sites=needs.sites.union(optional), optional=frozenset())
 
 
 def together(samples: Mapping[str, Batch], alone: Collection[str] = ()) -> list[tuple[Batch, Places]]:

@@ -161,12 +161,44 @@ class FunctionProbe:
         return self.function.__doc__
 
     def measure(self, data: ProbeInput) -> Result:
-        """What the function returns; of a number, with its interval and the same number of every control."""
+        """What the function returns; of a number, its interval over clusters, and the same number of every control."""
         answer = self.function(data)
         if isinstance(answer, Result):
             return answer
         number, figure = answer if isinstance(answer, tuple) else (answer, None)
-        return _measured(self.function, data, _number(self.function, number), figure)
+        value = _number(self.function, number)
+
+        def again(capture: Capture, entropy: np.ndarray = data.entropy) -> float:
+            answer = self.function(replace(data, capture=capture, entropy=entropy))
+            return _number(self.function, answer[0] if isinstance(answer, tuple) else answer)
+
+        def without(prompts: np.ndarray) -> float:
+            rows = np.flatnonzero(np.isin(data.capture.prompt.numpy(), prompts))
+            return again(data.capture.take(torch.from_numpy(prompts)), data.entropy[rows])
+
+        prompts, clusters = np.arange(len(data.capture.batch)), np.asarray(data.capture.batch.cluster)
+        interval = jackknife(without, prompts, in_groups(clusters, data.seed))
+        nulls = [
+            Null.of(name, np.array([again(capture) for capture in captures]))
+            for name, captures in ((UNTRAINED, data.untrained), (SHUFFLED, data.shuffled))
+            if captures
+        ]
+        if data.no_context is not None:
+            centre = again(data.no_context)
+            nulls.append(Null(name=NO_CONTEXT, low=centre, high=centre, centre=centre))
+        meaning = (self.function.__doc__ or self.function.__name__.replace("_", " ")).strip().splitlines()[0]
+        found = Estimate(
+            # A number and its controls: no claim.
+            rule=Claim(name=meaning.rstrip("."), unit="", side="upper", effect=0.0),
+            value=value, low=interval.low, high=interval.high, method=interval.method, n=len(prompts),
+            clusters=len(set(clusters.tolist())), deletions=interval.deletions,
+            controls=tuple(
+                Control(null.name, null.draws, null.centre, null.low, null.high)
+                for null in sorted(nulls, key=lambda null: -null.high)
+            ),
+        )  # fmt: skip
+        drawn = {FIGURE: figure.to_json()} if figure is not None else {}
+        return Result(self.function.__name__.replace("_", " "), (found,), facts=drawn)
 
 
 def probe(needs: Needs | str | Site, *sites: str | Site) -> Callable[[Callable[[ProbeInput], Any]], FunctionProbe]:
@@ -200,38 +232,3 @@ def _number(function: Callable, answer: Any) -> float:
             "figure, or a Result"
         )
     return number
-
-
-def _measured(function: Callable, data: ProbeInput, value: float, figure: Any) -> Result:
-    """A number with the interval over clusters and the same number of every control."""
-
-    def again(capture: Capture, entropy: np.ndarray = data.entropy) -> float:
-        answer = function(replace(data, capture=capture, entropy=entropy))
-        return _number(function, answer[0] if isinstance(answer, tuple) else answer)
-
-    def without(prompts: np.ndarray) -> float:
-        rows = np.flatnonzero(np.isin(data.capture.prompt.numpy(), prompts))
-        return again(data.capture.take(torch.from_numpy(prompts)), data.entropy[rows])
-
-    prompts, clusters = np.arange(len(data.capture.batch)), np.asarray(data.capture.batch.cluster)
-    interval = jackknife(without, prompts, in_groups(clusters, data.seed))
-    nulls = [
-        Null.of(name, np.array([again(capture) for capture in captures]))
-        for name, captures in ((UNTRAINED, data.untrained), (SHUFFLED, data.shuffled))
-        if captures
-    ]
-    if data.no_context is not None:
-        centre = again(data.no_context)
-        nulls.append(Null(name=NO_CONTEXT, low=centre, high=centre, centre=centre))
-    meaning = (function.__doc__ or function.__name__.replace("_", " ")).strip().splitlines()[0]
-    found = Estimate(
-        rule=Claim(name=meaning.rstrip("."), unit="", side="upper", effect=0.0),  # a number and its controls: no claim
-        value=value, low=interval.low, high=interval.high, method=interval.method, n=len(prompts),
-        clusters=len(set(clusters.tolist())), deletions=interval.deletions,
-        controls=tuple(
-            Control(null.name, null.draws, null.centre, null.low, null.high)
-            for null in sorted(nulls, key=lambda null: -null.high)
-        ),
-    )  # fmt: skip
-    drawn = {FIGURE: figure.to_json()} if figure is not None else {}
-    return Result(function.__name__.replace("_", " "), (found,), facts=drawn)

@@ -18,6 +18,7 @@ from llmgeom.result import Estimate, Figure, Quantity, Result
 from llmgeom.stats.resampling import Deletions
 
 SCHEMA = 3
+_PARTS = ("results", "unmeasured", "subject", "source", "facts", "files", "run")  # of record.json, each a table
 
 
 @dataclass(frozen=True)
@@ -171,8 +172,31 @@ class Record:
         from safetensors import SafetensorError
         from safetensors.numpy import load
 
-        body = _body(folder)
-        blobs = {name: _blob(folder, name, expected) for name, expected in body["files"].items()}
+        try:
+            body = json.loads((folder / "record.json").read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise UserError(
+                f"{folder} holds no record.json: give the folder that `llmgeom scan` printed; --preview keeps no record"
+            ) from None
+        except (ValueError, OSError, RecursionError) as error:
+            raise UserError(f"{folder}/record.json cannot be read ({error}); run the scan again") from error
+        if body.get("schema") != SCHEMA:
+            raise UserError(f"{folder}/record.json has schema {body.get('schema')!r}; this version reads {SCHEMA}")
+        for name in (*_PARTS, "warnings"):
+            if not isinstance(body[name], list if name == "warnings" else dict):
+                raise TypeError(f"{name} is {body[name]!r}")
+        if not isinstance(body["subject"]["name"], str):
+            raise TypeError(f"the subject's name is {body['subject']['name']!r}")
+        blobs = {}
+        for name, expected in body["files"].items():
+            try:
+                blobs[name] = (folder / name).read_bytes()
+            except OSError as error:
+                raise UserError(
+                    f"{folder}/{name} is missing: copy the whole run folder, or run its command again"
+                ) from error
+            if sha256(blobs[name]) != expected:
+                raise UserError(f"{folder}/{name} was changed after the run (its hash differs from the record's)")
         try:
             arrays = load(blobs["arrays.safetensors"])
         except SafetensorError as error:
@@ -188,37 +212,6 @@ class Record:
             warnings=tuple(body["warnings"]),
             **{name: body[name] for name in ("unmeasured", "subject", "source", "facts", "run")},
         )
-
-
-def _body(folder: Path) -> dict[str, Any]:
-    """The JSON of a record. Raises UserError if there is none, TypeError if a part has another type than it must."""
-    try:
-        body = json.loads((folder / "record.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(
-            f"{folder} holds no record.json: give the folder that `llmgeom scan` printed; --preview keeps no record"
-        ) from None
-    except (ValueError, OSError, RecursionError) as error:
-        raise UserError(f"{folder}/record.json cannot be read ({error}); run the scan again") from error
-    if body.get("schema") != SCHEMA:
-        raise UserError(f"{folder}/record.json has schema {body.get('schema')!r}; this version reads {SCHEMA}")
-    for name, kind in _PARTS.items():
-        if not isinstance(body[name], kind):
-            raise TypeError(f"{name} is {body[name]!r}")
-    if not isinstance(body["subject"]["name"], str):
-        raise TypeError(f"the subject's name is {body['subject']['name']!r}")
-    return body
-
-
-def _blob(folder: Path, name: str, expected: str) -> bytes:
-    """A file of a record. Raises UserError if it is missing or its hash is another."""
-    try:
-        blob = (folder / name).read_bytes()
-    except OSError as error:
-        raise UserError(f"{folder}/{name} is missing: copy the whole run folder, or run its command again") from error
-    if sha256(blob) != expected:
-        raise UserError(f"{folder}/{name} was changed after the run (its hash differs from the record's)")
-    return blob
 
 
 class Records(tuple[Record, ...]):
@@ -252,11 +245,6 @@ class Records(tuple[Record, ...]):
 
     def _repr_html_(self) -> str:
         return "".join(record._repr_html_() for record in self)
-
-
-_PARTS = dict.fromkeys(("results", "unmeasured", "subject", "source", "facts", "files", "run"), dict) | {
-    "warnings": list
-}
 
 
 DELETIONS = "without each cluster: "  # prefix of an estimate's name in the name of an array

@@ -69,14 +69,6 @@ class Quantity:
         gone: dict[str, Any] = {name: "" for name in OTHERS if getattr(self.figure, name) in absent}
         return replace(self, figure=replace(self.figure, **gone)) if gone else self
 
-    def prefixed(self, prefix: str) -> Quantity:
-        """The same of one part of a joined result: the meaning, and the quantities that the figure names."""
-        if not prefix:
-            return self
-        changes: dict[str, Any] = {k: prefix + name for k in OTHERS if (name := getattr(self.figure, k, ""))}
-        figure = self.figure and replace(self.figure, **changes)
-        return replace(self, meaning=f"{prefix.replace('_', ' ').strip()}: {self.meaning}", figure=figure)
-
 
 Labelled = tuple[Quantity, np.ndarray]
 
@@ -342,11 +334,19 @@ class Result:
             name: {key: one for part in every for key, one in getattr(part, name).items()}
             for name in ("ticks", "unmeasured", "facts")
         }
+        quantities = {}
+        for at, part in parts.items():
+            for name, q in part.quantities.items():
+                if at:  # the meaning, and the quantities that the figure names
+                    others: dict[str, Any] = {k: at + of for k in OTHERS if (of := getattr(q.figure, k, ""))}
+                    meaning = f"{at.replace('_', ' ').strip()}: {q.meaning}"
+                    q = replace(q, meaning=meaning, figure=q.figure and replace(q.figure, **others))
+                quantities[at + name] = q
         return cls(
             title,
             **(read_texts(texts)[title] if texts else {}),
             estimates=tuple(h for part in every for h in part.estimates),
-            quantities={at + name: q.prefixed(at) for at, part in parts.items() for name, q in part.quantities.items()},
+            quantities=quantities,
             arrays={at + name: array for at, part in parts.items() for name, array in part.arrays.items()},
             **texts_of,
             **named,

@@ -42,8 +42,7 @@ from llmgeom.probe import (
     UserError,
 )  # fmt: skip
 from llmgeom.progress import shown, silent, tell, within
-from llmgeom.prompt_table import prompt_table
-from llmgeom.provenance import CONTROLS, caveats, flat_entropy, provenance, subset_note, took
+from llmgeom.provenance import CONTROLS, caveats, flat_entropy, prompt_table, provenance, subset_note, took
 from llmgeom.record import Record
 from llmgeom.result import Result
 

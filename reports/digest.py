@@ -124,8 +124,11 @@ def _claims(
         row, h = group[0], group[0].estimate
         name = called[row.key]
         if len(named) == 1:
-            why = _why(row) if reasoned else ""
-            value = value_of(h)
+            # Why it is open, or how it differs from a control that lies within its interval.
+            why = because(h, row.counts).partition(": ")[0] if row.word == "open" else ""
+            if h.paired and row.word in ("holds", "small", "opposite") and h.low <= h.centre <= h.high:
+                why = f"differs from its control by {difference_of(h)}"
+            why, value = why * reasoned, value_of(h)
             said = [value if len(unit(h)) <= LONGEST_UNIT else value.removesuffix(unit(h)), against(row)]
             table.append([row.word.ljust(WORD), f"{name} ({why})" if why else name, *said])
         elif len(named) > 3:
@@ -149,28 +152,16 @@ def _claims(
     blocks = columns([[*alone, "claim", *titles], *table], len(alone), width)
     starts = [0] if alone else [blocks[0][0].find(title.split()[0], len("claim")) for title in titles]
     found: list[list[Line]] = [[[("", text)] for text in blocks[0]]]
-    for block, of_words in zip(blocks[1:], words, strict=True):
-        found.append([_coloured(block[0], starts, of_words), *([("", text)] for text in block[1:])])
+    for (text, *more), of_words in zip(blocks[1:], words, strict=True):
+        pieces: Line = []  # each verdict, where a column starts with it, by itself
+        at = 0
+        for start, word in zip(starts, of_words, strict=False):
+            if word and text[start:].startswith(word):
+                pieces += [("", text[at:start]), (word, word)]
+                at = start + len(word)
+        first = [*(piece for piece in pieces if piece[1]), ("", text[at:])]
+        found.append([first, *([("", line)] for line in more)])
     return found
-
-
-def _coloured(text: str, starts: Sequence[int], words: Sequence[str]) -> Line:
-    """The line in pieces: each verdict, where a column starts with it, by itself."""
-    pieces: Line = []
-    at = 0
-    for start, word in zip(starts, words, strict=False):
-        if word and text[start:].startswith(word):
-            pieces += [("", text[at:start]), (word, word)]
-            at = start + len(word)
-    return [*(piece for piece in pieces if piece[1]), ("", text[at:])]
-
-
-def _why(row: Row) -> str:
-    """Why a claim is open, or how a value differs from a control that lies within its interval; mostly nothing."""
-    h = row.estimate
-    if h.paired and row.word in ("holds", "small", "opposite") and h.low <= h.centre <= h.high:
-        return f"differs from its control by {difference_of(h)}"
-    return because(h, row.counts).partition(": ")[0] if row.word == "open" else ""
 
 
 def reasons(records: Sequence[Record]) -> list[str]:

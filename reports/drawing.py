@@ -41,7 +41,9 @@ def svg(spec: Mapping[str, Any], label: str) -> Markup:
         up = up[::-1] if layout["yaxis"].get("autorange") == "reversed" else up
     lines = [(np.asarray(t["x"], float), np.asarray(t["y"], float), t) for t in traces if "z" not in t]
     across = across or _ends([x for x, _, _ in lines], 0.04)
-    up = up or _ends([each for _, y, t in lines for each in _reach(y, t)], 0.06)
+    reach = [y + sign * np.asarray(t["error_y"][key]) for _, y, t in lines if "error_y" in t
+             for key, sign in (("array", 1), ("arrayminus", -1))]  # fmt: skip
+    up = up or _ends([*(y for _, y, _ in lines), *reach], 0.06)
 
     def place(x: Any, y: Any) -> np.ndarray:
         right = (np.asarray(x, float) - across[0]) / (across[1] - across[0]) * (WIDTH - LEFT - RIGHT)
@@ -63,7 +65,8 @@ def svg(spec: Mapping[str, Any], label: str) -> Markup:
             anchor = f'x="{x + (-6 if side else 6):.1f}" y="{y:.1f}" text-anchor="{"end" if side else "start"}"'
             parts.append(f"<text {anchor}>{escape(visible(one['text']))}</text>")
     return Markup(  # numbers, and text that is escaped
-        f'<svg class="drawn" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(visible(label))}">'
+        f'<svg class="drawn" viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="xMinYMid" role="img" '
+        f'aria-label="{escape(visible(label))}">'
         + "".join([*parts, *_axes(layout, across, up, place)])
         + "</svg>"
     )
@@ -93,11 +96,6 @@ def _ends(values: Sequence[np.ndarray], margin: float) -> list[float]:
     low, high = min(float(v.min()) for v in values), max(float(v.max()) for v in values)
     more = margin * ((high - low) or abs(high) or 1.0)
     return [low - more, high + more]
-
-
-def _reach(y: np.ndarray, trace: Mapping[str, Any]) -> list[np.ndarray]:
-    whiskers = trace.get("error_y", {})
-    return [y, y + np.asarray(whiskers["array"]), y - np.asarray(whiskers["arrayminus"])] if whiskers else [y]
 
 
 def _path(points: np.ndarray) -> str:
@@ -162,8 +160,14 @@ def _axes(layout: Mapping[str, Any], across: Sequence[float], up: Sequence[float
     for name, ends in (("xaxis", across), ("yaxis", up)):
         axis = layout[name]
         values = axis.get("tickvals") or ()
-        ticks = list(zip(values, axis.get("ticktext") or values, strict=True)) or [
-            (value, short(value)) for value in _round(min(ends), max(ends), bool(axis.get("dtick")))]  # fmt: skip
+        ticks = list(zip(values, axis.get("ticktext") or values, strict=True))
+        if not ticks:  # three to six round numbers
+            low, high = min(ends), max(ends)
+            step = 10 ** np.floor(np.log10((high - low) / 3))
+            step = next(step * k for k in (5, 2, 1) if (high - low) / (step * k) >= 3 or k == 1)
+            step = max(step, 1.0) if axis.get("dtick") else step
+            round_ones = np.arange(np.ceil(low / step) * step, high + step * 1e-9, step)
+            ticks = [(float(value), short(value)) for value in round_ones]
         for value, text in ticks[:: -(-len(ticks) // 8)]:
             x, y = place(value, ends[0])[0] if name == "xaxis" else left - 6, place(across[0], value)[1] + 4
             where = f'x="{x:.1f}" y="{bottom + 15:.1f}" text-anchor="middle"' if name == "xaxis" else (
@@ -171,11 +175,3 @@ def _axes(layout: Mapping[str, Any], across: Sequence[float], up: Sequence[float
             parts.append(f"<text {where}>{escape(str(text).replace('<br>', ' ')[:14])}</text>")
     title = str((layout["xaxis"].get("title") or {}).get("text", "")).replace("<br>", " ")
     return [*parts, f'<text x="{(left + right) / 2:.1f}" y="{HEIGHT - 6}" text-anchor="middle">{title}</text>']
-
-
-def _round(low: float, high: float, whole: bool) -> list[float]:
-    """Three to six round numbers between two."""
-    step = 10 ** np.floor(np.log10((high - low) / 3))
-    step = next(step * k for k in (5, 2, 1) if (high - low) / (step * k) >= 3 or k == 1)
-    step = max(step, 1.0) if whole else step
-    return [float(v) for v in np.arange(np.ceil(low / step) * step, high + step * 1e-9, step)]

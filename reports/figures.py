@@ -6,9 +6,9 @@ Curves of several records go into one chart, a colour each; other figures of sev
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from markupsafe import Markup
@@ -209,12 +209,8 @@ def claimed(measured: Result, declared: Quantity, array: np.ndarray, n: Sequence
     return " ".join(sentences)
 
 
-class _Layer(NamedTuple):
-    """A part of a curve's figure: traces, columns of the table with their heads, and a sentence of the caption."""
-
-    traces: list[dict[str, Any]]
-    columns: list[tuple[str, np.ndarray]]
-    says: str
+# What a part of a curve's figure is: traces, columns of the table with their heads, and a sentence of the caption.
+Layer = tuple[list[dict[str, Any]], list[tuple[str, np.ndarray]], str]
 
 
 def _curve(measured: Result, name: str, declared: Quantity, figure: Figure, y: np.ndarray, place: str) -> Drawn:
@@ -237,16 +233,18 @@ def _curve(measured: Result, name: str, declared: Quantity, figure: Figure, y: n
         "showlegend": bool(figure.band or figure.beside),
         "margin": {"t": 48 if figure.band or figure.beside else 16},
     }
-    traces = [trace for layer in layers for trace in layer.traces]
+    traces = [trace for of_layer, _, _ in layers for trace in of_layer]
     # A narrow figure lists names one under the other: the axis keeps the room of its title.
     layout |= {"height": 340 + 20 * names} if (names := sum("name" in trace for trace in traces)) > 4 else {}
-    heads, table = zip((titled(name, declared.unit), y), *(c for layer in layers for c in layer.columns), strict=True)
+    heads, table = zip(
+        (titled(name, declared.unit), y), *(column for _, columns, _ in layers for column in columns), strict=True
+    )
     rows = tuple((str(i), *(f"{v:.4g}" for v in row)) for i, row in zip(ticks, zip(*table, strict=True), strict=True))
-    caption = " ".join([sentence(declared), *(layer.says for layer in layers if layer.says)])
+    caption = " ".join([sentence(declared), *(says for _, _, says in layers if says)])
     return Drawn(place, caption, label, {"data": traces, "layout": layout}, (axis, *heads), rows)
 
 
-def _band(measured: Result, name: str, x: np.ndarray, apart: bool) -> _Layer:
+def _band(measured: Result, name: str, x: np.ndarray, apart: bool) -> Layer:
     """The control's band as a hatched area, a line where it is one number."""
     bounds, means = _numbers(measured, name), measured.quantities[name].meaning
     # One layer has no width to shade, so its band is drawn a little wide.
@@ -259,14 +257,14 @@ def _band(measured: Result, name: str, x: np.ndarray, apart: bool) -> _Layer:
         edge |= dash if apart else {"line": stroke}
     hatch = {"shape": "/", "size": 8, "solidity": 0.15, "fgcolor": NULL, "bgcolor": "rgba(0,0,0,.08)"}
     shade = {"fill": "tonexty", "fillpattern": hatch, "name": "control"}
-    return _Layer(
+    return (
         [edge | {"y": compact(ends[:, 0]), "showlegend": False}, edge | shade | {"y": compact(ends[:, 1])}],
         [("control low", bounds[:, 0]), ("control high", bounds[:, 1])],
         f"{'Thin line' if number.all() else 'Hatched'}: {means}.",
     )
 
 
-def _beside(measured: Result, name: str, x: np.ndarray) -> _Layer:
+def _beside(measured: Result, name: str, x: np.ndarray) -> Layer:
     """Another quantity along the same axis, dashed; a line each where it has an axis before."""
     lines, declared = np.atleast_2d(_numbers(measured, name)), measured.quantities[name]
     names: Sequence[Any] = (declared.meaning.split("; ")[0],)
@@ -280,12 +278,10 @@ def _beside(measured: Result, name: str, x: np.ndarray) -> _Layer:
         style = {"color": colours[i % len(colours)], "width": 2, "dash": DASHES[i % 5]}
         dashed = {"mode": "lines", "line": style, "hoverinfo": "skip"}
         traces.append(dashed | {"x": compact(x), "y": compact(line), "name": plotly_text(str(called))})
-    return _Layer(traces, list(zip(heads, lines, strict=True)), f"Dashed: {declared.meaning}.")
+    return (traces, list(zip(heads, lines, strict=True)), f"Dashed: {declared.meaning}.")
 
 
-def _line(
-    measured: Result, name: str, interval: str, x: np.ndarray, y: np.ndarray, ticks: tuple, apart: bool
-) -> _Layer:
+def _line(measured: Result, name: str, interval: str, x: np.ndarray, y: np.ndarray, ticks: tuple, apart: bool) -> Layer:
     """The quantity itself, with whiskers where it has an interval; points alone where names have no order."""
     declared = measured.quantities[name]
     hover = [plotly_text(f"{declared.axes[0]} {i}: {v:.4g} {declared.unit}") for i, v in zip(ticks, y, strict=True)]
@@ -298,11 +294,11 @@ def _line(
     line |= {"mode": "markers"} if apart else {}
     line |= {"x": compact(x), "y": compact(y), "name": "this model", "hovertext": hover}
     if not interval:
-        return _Layer([line], [], "")
+        return [line], [], ""
     low, high = _numbers(measured, interval).T
     whiskers = {"array": compact(high - y), "arrayminus": compact(y - low)}
     line |= {"error_y": {"type": "data", "symmetric": False, "color": LINE, **whiskers}}
-    return _Layer([line], [("low", low), ("high", high)], f"Whiskers: {measured.quantities[interval].meaning}.")
+    return ([line], [("low", low), ("high", high)], f"Whiskers: {measured.quantities[interval].meaning}.")
 
 
 def _heatmap(measured: Result, declared: Quantity, cells: np.ndarray, place: str) -> Drawn:
@@ -463,11 +459,20 @@ def _dashed(trace: Mapping[str, Any]) -> bool:
 def _overlaid(place: str, by_label: Mapping[str, Drawn]) -> Drawn:
     """The curves of several records in one chart, each in its colour, and their tables next to each other."""
     first = next(iter(by_label.values()))
-    data = [
-        trace
-        for colour, (label, figure) in zip(COLOURS, by_label.items(), strict=False)
-        for trace in _coloured(figure.spec["data"], colour, label)
-    ]
+    data = []
+    for colour, (label, figure) in zip(COLOURS, by_label.items(), strict=False):
+        for trace in figure.spec["data"]:  # in the record's colour: the line is called like it, its control is hatched
+            changes: dict[str, Any] = {"line": trace["line"] | {"color": colour}}
+            if _dashed(trace):
+                changes["showlegend"] = False  # the caption says what is dashed
+            elif "fillpattern" in trace:
+                changes |= {"fillpattern": trace["fillpattern"] | {"fgcolor": colour}}
+                changes["name"] = f"{plotly_text(label)}, {trace['name']}"
+            elif "name" in trace:
+                changes["name"] = plotly_text(label)
+            if "error_y" in trace:
+                changes["error_y"] = trace["error_y"] | {"color": colour}
+            data.append(dict(trace) | changes)
     ends = [figure.spec["layout"]["xaxis"]["range"] for figure in by_label.values()]
     across = {"range": [min(low for low, _ in ends), max(high for _, high in ends)]}
     layout = first.spec["layout"] | {
@@ -477,42 +482,21 @@ def _overlaid(place: str, by_label: Mapping[str, Drawn]) -> Drawn:
         "margin": {"t": 48},
     }
     columns = [f"{label}: {column}" for label, figure in by_label.items() for column in figure.columns[1:]]
+    # The sentences that all captions open with, then what each record's adds.
+    said = {label: figure.caption.split(". ") for label, figure in by_label.items()}
+    count = [*(len(set(same)) == 1 for same in zip(*said.values(), strict=False)), False].index(False)
+    rests = {label: ". ".join(sentences[count:]) for label, sentences in said.items()}
+    shared = ". ".join([*next(iter(said.values()))[:count], ""]).strip()
+    caption = " ".join(filter(None, [shared, *(f"{label}: {rest}" for label, rest in rests.items() if rest)]))
     # A row for every tick of any table; a table without it has dashes there.
     ticks = dict.fromkeys(row[0] for figure in by_label.values() for row in figure.rows)
     tables = [({row[0]: row[1:] for row in f.rows}, ("–",) * (len(f.columns) - 1)) for f in by_label.values()]
     return replace(
         first,
         id=place,
-        caption=_caption({label: figure.caption for label, figure in by_label.items()}),
+        caption=caption,
         label="; ".join(f"{label}: {figure.label}" for label, figure in by_label.items()),
         spec=dict(first.spec) | {"data": data, "layout": layout},
         columns=(first.columns[0], *columns),
         rows=tuple((tick, *(cell for row, dashes in tables for cell in row.get(tick, dashes))) for tick in ticks),
     )
-
-
-def _caption(captions: Mapping[str, str]) -> str:
-    """The sentences that all captions open with, then what each record's adds."""
-    sentences = {label: caption.split(". ") for label, caption in captions.items()}
-    alike = [len(set(same)) == 1 for same in zip(*sentences.values(), strict=False)]
-    count = [*alike, False].index(False)
-    shared = next(iter(sentences.values()))[:count]
-    rests = {label: ". ".join(said[count:]) for label, said in sentences.items()}
-    parts = [". ".join([*shared, ""]).strip(), *(f"{label}: {rest}" for label, rest in rests.items() if rest)]
-    return " ".join(filter(None, parts))
-
-
-def _coloured(traces: Sequence[Mapping[str, Any]], colour: str, label: str) -> Iterator[dict[str, Any]]:
-    """A record's traces in its colour: the line is called like the record, its control is hatched."""
-    for trace in traces:
-        changes: dict[str, Any] = {"line": trace["line"] | {"color": colour}}
-        if _dashed(trace):
-            changes["showlegend"] = False  # the caption says what is dashed
-        elif "fillpattern" in trace:
-            changes |= {"fillpattern": trace["fillpattern"] | {"fgcolor": colour}}
-            changes["name"] = f"{plotly_text(label)}, {trace['name']}"
-        elif "name" in trace:
-            changes["name"] = plotly_text(label)
-        if "error_y" in trace:
-            changes["error_y"] = trace["error_y"] | {"color": colour}
-        yield dict(trace) | changes

@@ -50,13 +50,10 @@ DRAWN = {
 
 def counting(records: Sequence[Record], every: Sequence[Row]) -> str:
     """The counting sentence: how many tests gave each word, of whose claims; before it what makes them moot."""
-    flat = dict.fromkeys(str(record.facts["flat entropy"]) for record in records if "flat entropy" in record.facts)
-    return " ".join([*flat, _counting(records, every)])
-
-
-def _counting(records: Sequence[Record], every: Sequence[Row]) -> str:
+    flat = dict.fromkeys(f"{record.facts['flat entropy']} " for record in records if "flat entropy" in record.facts)
+    before = "".join(flat)
     if any("preview" in record.facts for record in records):
-        return "A preview without controls: values and intervals. Claims are judged at the end of the run."
+        return before + "A preview without controls: values and intervals. Claims are judged at the end of the run."
     tested = distinct(every)
     about = [row for row in tested if row.probe not in CHECKS]
     checked = "".join(f" The check of the instrument {COUNTED[row.word][0]}." for row in tested if row.probe in CHECKS)
@@ -65,9 +62,11 @@ def _counting(records: Sequence[Record], every: Sequence[Row]) -> str:
         failed = len({probe for record in records for probe in record.unmeasured})
         lead = "This run tests no claim" if len(records) == 1 else "These runs test no claim"
         measured = f", and measures {number_of(numbers, 'numbers')}" * bool(numbers)
-        return f"{lead}{measured}" + f"; {number_of(failed, 'probes')} could not be measured" * bool(failed) + "."
+        return (
+            f"{before}{lead}{measured}" + f"; {number_of(failed, 'probes')} could not be measured" * bool(failed) + "."
+        )
     if not about:
-        return f"No claim about the model is tested {_where(records)}.{checked}"
+        return f"{before}No claim about the model is tested {_where(records)}.{checked}"
     count = {word: sum(row.word == word for row in about) for word in WORDS}
     words = "; ".join(f"{n} {COUNTED[word][n > 1]}" for word, n in count.items() if n)
     number = len({row.key for row in about})
@@ -76,7 +75,7 @@ def _counting(records: Sequence[Record], every: Sequence[Row]) -> str:
     *others, last = [paper.removeprefix("Paper ") for paper in papers] or [""]
     of = f"{', '.join(others)} and {last}" if others else last
     by = f" of {AUTHORS} (Paper{'s' * (len(papers) > 1)} {of})" if papers else ""
-    return f"{lead}{by} {_where(records)}: {words}.{checked}"
+    return f"{before}{lead}{by} {_where(records)}: {words}.{checked}"
 
 
 def _where(records: Sequence[Record]) -> str:
@@ -133,7 +132,14 @@ def sentence(row: Row, head: str, on: str = "") -> str:
     """A claim with its paper; the value and its control; then what they show."""
     h, paper = row.estimate, f" ({AUTHORS}, {row.paper})" if row.paper else ""
     measured = f"{pretty(h.rule.noun or h.name)} is {value_of(h)}{on} (n = {row.clusters})"
-    return f"{head}{paper}: {measured}; {_control(h)}. {_shown(row)}."
+    control, called = h.controls[0], h.controls[0].name
+    if n := control.draws:
+        called = f"{n} {DRAWN.get(called, (f'draw of “{called}”', f'draws of “{called}”'))[n > 1]}"
+    elif control.low == control.high and called[:1].isdigit():
+        called = "the control is"
+    apart = f" on the same prompts, a difference of {difference_of(h)}" if h.paired else ""
+    beside = f"{called} {control_of(h)}" if called == "the control is" else f"{pretty(called)}: {control_of(h)}{apart}"
+    return f"{head}{paper}: {measured}; {beside}. {_shown(row)}."
 
 
 def _shown(row: Row) -> str:
@@ -155,18 +161,6 @@ def _shown(row: Row) -> str:
     if not h.excess.room:
         return f"It lies {way} every control, which leave no room for the {more} claimed"
     return f"It lies {way} every control, by less than the {more} claimed"
-
-
-def _control(h: Estimate) -> str:
-    """What the hardest control gives."""
-    control = h.controls[0]
-    called = control.name
-    if n := control.draws:
-        called = f"{n} {DRAWN.get(called, (f'draw of “{called}”', f'draws of “{called}”'))[n > 1]}"
-    elif control.low == control.high and called[:1].isdigit():
-        return f"the control is {control_of(h)}"
-    apart = f" on the same prompts, a difference of {difference_of(h)}" if h.paired else ""
-    return f"{pretty(called)}: {control_of(h)}{apart}"
 
 
 def _readable(record: Record) -> list[str]:

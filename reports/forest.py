@@ -91,46 +91,42 @@ def forest(every: Sequence[Row]) -> list[Mark]:
             h = row.estimate
             alike.setdefault((row.word, h.value, h.low, h.high, h.controls), []).append(row)
         for i, same in enumerate(alike.values()):
-            marks.append(_mark(same, names[same[0].key], len(alike) if i == 0 else 0, scale, several))
-    values, ranges = (_aligned([mark.cells[at] for mark in marks]) for at in (0, 2))
+            row, h, distance = same[0], same[0].estimate, same[0].distance
+            head, records = names[row.key], ", ".join(each.record for each in same)
+            off = "" if scale.low <= distance <= scale.high else "◀" if distance < scale.low else "▶"
+            claimed: Iterable[float] = (1.0, scale.high)
+            if h.rule.equivalence:
+                claimed = (scale.low if h.excess.least == NO_END else -1.0, 1.0)
+            number, _, interval = value_of(h).removesuffix(unit(h)).partition(" ")
+            by = f": {h.null}" * bool(h.null)
+            on = f" on {records}" * several
+            said = f"{head}{on}: {row.word}; {value_of(h)}, control {control_of(h)}{by}, n = {row.clusters}"
+            marks.append(Mark(
+                row=row,
+                records=records,
+                claim=visible(head),
+                rows=len(alike) if i == 0 else 0,
+                cells=(number, visible(interval + unit(h)), visible(control_of(h))),
+                by=deciding(h),
+                place=None if off else scale.place(distance),
+                arrow=off,
+                interval=scale.span(map(row.scaled, h.deciding_interval)),
+                band=None if h.paired or not h.controls else scale.span(map(row.scaled, h.control_range), THIN),
+                claimed=scale.span(claimed),
+                said=visible(f"{said}; {distance:.2g} of the claimed effect"),
+            ))  # fmt: skip
+
+    def aligned(texts: Sequence[str]) -> list[str]:
+        """Texts that end in a number, filled with spaces so that they end equally far behind the decimal point."""
+        decimals = [len(text.rpartition(".")[2]) if "." in text.rpartition(" ")[2] else -1 for text in texts]
+        most = max(decimals, default=-1)
+        return [
+            text + POINT_SPACE * (n < 0 <= most) + FIGURE_SPACE * (most - max(n, 0)) if text else ""
+            for text, n in zip(texts, decimals, strict=True)
+        ]
+
+    values, ranges = (aligned([mark.cells[at] for mark in marks]) for at in (0, 2))
     return [mark._replace(cells=(v, mark.cells[1], c)) for mark, v, c in zip(marks, values, ranges, strict=True)]
-
-
-def _aligned(texts: Sequence[str]) -> list[str]:
-    """Texts that end in a number, filled with spaces so that they end equally far behind the decimal point."""
-    decimals = [len(text.rpartition(".")[2]) if "." in text.rpartition(" ")[2] else -1 for text in texts]
-    most = max(decimals, default=-1)
-    return [
-        text + POINT_SPACE * (n < 0 <= most) + FIGURE_SPACE * (most - max(n, 0)) if text else ""
-        for text, n in zip(texts, decimals, strict=True)
-    ]
-
-
-def _mark(same: Sequence[Row], head: str, rows: int, scale: Scale, several: bool) -> Mark:
-    row, records = same[0], ", ".join(each.record for each in same)
-    h, distance = row.estimate, row.distance
-    off = "" if scale.low <= distance <= scale.high else "◀" if distance < scale.low else "▶"
-    claimed: Iterable[float] = (1.0, scale.high)
-    if h.rule.equivalence:
-        claimed = (scale.low if h.excess.least == NO_END else -1.0, 1.0)
-    number, _, interval = value_of(h).removesuffix(unit(h)).partition(" ")
-    by = f": {h.null}" * bool(h.null)
-    on = f" on {records}" * several
-    said = f"{head}{on}: {row.word}; {value_of(h)}, control {control_of(h)}{by}, n = {row.clusters}"
-    return Mark(
-        row=row,
-        records=records,
-        claim=visible(head),
-        rows=rows,
-        cells=(number, visible(interval + unit(h)), visible(control_of(h))),
-        by=deciding(h),
-        place=None if off else scale.place(distance),
-        arrow=off,
-        interval=scale.span(map(row.scaled, h.deciding_interval)),
-        band=None if h.paired or not h.controls else scale.span(map(row.scaled, h.control_range), THIN),
-        claimed=scale.span(claimed),
-        said=visible(f"{said}; {distance:.2g} of the claimed effect"),
-    )
 
 
 def differences(c: Comparison) -> tuple[list[tuple[Pair, Difference, dict[str, Any]]], list[Drawn]]:

@@ -34,10 +34,27 @@ def steps_page(record: Record, snapshots: Mapping[int, Record]) -> str:
             _small(curve, measured.quantities[name].meaning, measured.quantities[name].unit)
             for name, curve in zip(pictured(measured), section["drawn"], strict=True)
         ]
-    places = _places(snapshots)
-    shown = {step: _shown(snapshot, places) for step, snapshot in snapshots.items()}
+    every_figure = {(p, name) for one in snapshots.values() for p, m in one.results.items() for name in pictured(m)}
+    places = {of: f"snapshot-{i}" for i, of in enumerate(sorted(every_figure))}  # (probe, quantity) -> id
+    shown = {
+        step: {
+            (probe, name): draw(measured, name, places[probe, name], 0, one.prompts, one.source)
+            for probe, measured in sorted(one.results.items())
+            for name in pictured(measured)
+        }
+        for step, one in snapshots.items()
+    }
     last = [figure for figures in list(shown.values())[-1:] for figure in figures.values()]
-    steps = {step: _of_step(snapshot, shown[step]) for step, snapshot in snapshots.items()}
+    steps = {  # what the script draws at one step: the figures in their places, and the prompts
+        step: {
+            "figures": {
+                d.id: {"id": d.id, **d.spec, "caption": d.caption, "label": d.label, "numbers": [d.columns, *d.rows]}
+                for d in shown[step].values()
+            },
+            "records": [prompt_columns(one.prompts) | columns for columns in prompts_of([one])],
+        }
+        for step, one in snapshots.items()
+    }
     probes = sorted({probe for snapshot in snapshots.values() for probe in snapshot.results})
     return written_out(
         "steps.html",
@@ -57,17 +74,6 @@ def steps_page(record: Record, snapshots: Mapping[int, Record]) -> str:
     )
 
 
-def _of_step(snapshot: Record, figures: Mapping[Any, Drawn]) -> dict[str, Any]:
-    """What the script draws at one step: the figures in their places, and the prompts."""
-    return {
-        "figures": {
-            d.id: {"id": d.id, **d.spec, "caption": d.caption, "label": d.label, "numbers": [d.columns, *d.rows]}
-            for d in figures.values()
-        },
-        "records": [prompt_columns(snapshot.prompts) | columns for columns in prompts_of([snapshot])],
-    }
-
-
 def _small(curve: Drawn, meaning: str, unit: str) -> Drawn:
     """The curve at a third of the width: its meaning above it, only the unit at its side."""
     layout = curve.spec["layout"]
@@ -81,20 +87,6 @@ def _small(curve: Drawn, meaning: str, unit: str) -> Drawn:
     return replace(
         curve, spec=dict(curve.spec) | {"layout": layout | over | {"xaxis": across, "yaxis": up, "margin": margin}}
     )
-
-
-def _places(snapshots: Mapping[int, Record]) -> dict[tuple[str, str], str]:
-    """Where each figure of any snapshot stands: (probe, quantity) -> id."""
-    every = {(p, name) for one in snapshots.values() for p, m in one.results.items() for name in pictured(m)}
-    return {key: f"snapshot-{i}" for i, key in enumerate(sorted(every))}
-
-
-def _shown(one: Record, places: Mapping[tuple[str, str], str]) -> dict[tuple[str, str], Drawn]:
-    return {
-        (probe, name): draw(measured, name, places[probe, name], 0, one.prompts, one.source)
-        for probe, measured in sorted(one.results.items())
-        for name in pictured(measured)
-    }
 
 
 def _probe(probe: str, snapshots: Mapping[int, Record], shown: Mapping[int, Mapping]) -> dict[str, Any]:

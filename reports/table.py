@@ -201,16 +201,13 @@ def rows(records: Sequence[Record]) -> list[Row]:
     for probe in in_order({probe for record in records for probe in (*record.results, *record.unmeasured)}):
         measured = [(label, h, r) for label, r in every if probe in r.results for h in r.results[probe].estimates]
         for name in dict.fromkeys(h.name for _, h, _ in measured):
-            found += [_row(label, probe, h, record) for label, h, record in measured if h.name == name]
+            for label, h, record in (one for one in measured if one[1].name == name):
+                n, counts = (of(h, record.source, record.prompts) for of in (counted, independent))
+                found.append(Row(label, visible(probe), h, visible(h.why), visible(n), counts))
         for label, record in every:
             if probe in record.unmeasured:
                 found.append(Row(label, visible(probe), None, visible(why_not(record.unmeasured[probe]))))
     return sorted(found, key=lambda row: not row.claim)
-
-
-def _row(label: str, probe: str, h: Estimate, record: Record) -> Row:
-    n, counts = (of(h, record.source, record.prompts) for of in (counted, independent))
-    return Row(label, visible(probe), h, visible(h.why), visible(n), counts)
 
 
 def claims(every: Iterable[Row]) -> list[list[Row]]:

@@ -119,26 +119,10 @@ def titled(meaning: str, cluster: str) -> str:
     return f"{meaning} [{cluster}]" if cluster else meaning
 
 
-def grid(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], width: int = 0) -> Iterator[str]:
-    """Rows under a title and column heads, columns two spaces apart; nothing where there are no rows.
-
-    width: of a line, 0 for any. Where the rows do not fit, heads and the first column go on in further lines.
-    """
-    if not rows:
-        return
-    lines: list[Sequence[list[str]]] = [[[visible(cell)] for cell in row] for row in ((title, *head), *rows)]
-    widths = [max(len(line) for cell in column for line in cell) for column in zip(*lines, strict=True)]
-    if width and sum(widths) + 2 * len(head) > width:
-        for at, words in enumerate(map(str.split, head), 1):
-            widths[at] = max(map(len, [*words, *(row[at][0] for row in lines[1:])]))
-        widths[0] = max(width - sum(widths[1:]) - 2 * len(head), LEAST_NAME)
-        heads = [textwrap.wrap(cell[0], size) for cell, size in zip(lines[0], widths, strict=True)]
-        name = textwrap.TextWrapper(widths[0], subsequent_indent="  ", break_on_hyphens=False)
-        lines = [heads, *((name.wrap(row[0][0]), *row[1:]) for row in lines[1:])]
-    yield ""
-    for row in lines:
-        for cells in zip_longest(*row, fillvalue=""):
-            yield "  ".join(map(str.ljust, cells, widths)).rstrip()
+def grid(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], width: int = 1000) -> Iterator[str]:
+    """An empty line, then rows in `columns` under a title and column heads; nothing where there are no rows."""
+    if rows:
+        yield from ("", *(line for block in columns([(title, *head), *rows], 0, width) for line in block))
 
 
 def columns(rows: Sequence[Sequence[str]], at: int, width: int) -> list[list[str]]:

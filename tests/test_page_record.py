@@ -19,8 +19,8 @@ from llmgeom.model.model import Model
 from llmgeom.model.tokenizing import special_tokens
 from llmgeom.probes import known
 from llmgeom.probes.shared.representation_geometry import aligned_signs
-from llmgeom.prompt_table import SHOWN_WEIGHTS, _attention, _likely, _piece, prompt_table
 from llmgeom.prompts.domains import Domain
+from llmgeom.provenance import SHOWN_WEIGHTS, _attention, _likely, _piece, prompt_table
 from llmgeom.run import run_probes
 from tests.families import FAMILIES
 

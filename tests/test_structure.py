@@ -16,7 +16,7 @@ LAYERS = (
     ("errors", "files", "flags", "optional", "stats"),
     ("answers", "batch", "columns", "progress", "record", "result", "sampling", "world"),
     ("cache", "model", "verbs"),
-    ("claims", "probe", "prompt_table", "provenance"),
+    ("claims", "probe", "provenance"),
     ("plan",),
     ("run",),
     ("probes", "prompts", "reports", "wind_tunnels"),

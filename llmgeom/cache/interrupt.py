@@ -14,7 +14,7 @@ _parent_requested: Callable[[], bool] | None = None
 
 
 @contextmanager
-def handled(announce: Callable[[], None]) -> Iterator[None]:
+def handled(announce: Callable[[], object]) -> Iterator[None]:
     """In this context, a first Ctrl-C or SIGTERM inside `deferred` calls `announce` and waits for its end.
 
     Outside of `deferred`, and the second time, it raises KeyboardInterrupt; `code` says which signal it was. Nothing

@@ -294,7 +294,9 @@ def command(*configs: type, examples: Sequence[str]) -> Callable[[Callable[..., 
 
     def decorate(main: Callable[..., int | None]) -> Verb:
         def callback(**values: Any) -> int | None:
-            return main(*(_filled(config, values) for config in configs))
+            given = ({one.field: values[one.name.removeprefix("--").replace("-", "_")] for one in flags(config)}
+                     for config in configs)  # fmt: skip
+            return main(*(config(**fields) for config, fields in zip(configs, given, strict=True)))
 
         words = examples[0].split()
         name = main.__name__ if main.__name__ in words else words[1]
@@ -303,7 +305,3 @@ def command(*configs: type, examples: Sequence[str]) -> Callable[[Callable[..., 
         return Verb(name, callback=callback, params=params, help=main.__doc__, epilog=epilog)
 
     return decorate
-
-
-def _filled(config: type, values: dict[str, Any]) -> Any:
-    return config(**{one.field: values[one.name.removeprefix("--").replace("-", "_")] for one in flags(config)})

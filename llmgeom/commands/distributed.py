@@ -62,7 +62,8 @@ class Share:
                 # Building a control costs more than a few prompts: if there are enough, each stays with one process.
                 drawn = kind in (UNTRAINED, PERMUTED)
                 whole = drawn and controls >= self.count
-                if missing := self._missing(work, whole):
+                self.works.append(work)
+                if missing := work.missing(self.take(len(work.groups), whole)):
                     if seed is not None and drawn and (not built or built.facts["untrained"] != seed):
                         built = None  # released before the next one is made
                         built = control(seed)
@@ -82,10 +83,6 @@ class Share:
             if self.index == 0:
                 self.wait()
         return self.index == 0
-
-    def _missing(self, work: Pass, whole: bool = False) -> list[int]:
-        self.works.append(work)
-        return work.missing(self.take(len(work.groups), whole))
 
     def wait(self) -> None:
         """Wait until the other workers have stored their shards.

@@ -106,19 +106,20 @@ def scan(
             )
     name, read = (subject, None) if isinstance(subject, str) else (subject.name, subject)
     options = {key: plain(value) for key, value in options.items()}
-    _check_options(options)
-    options |= {} if read is None else _of_subject(read, options)
-    options |= {key: (options[key],) for key in LISTED if isinstance(options.get(key), str)}
-    options |= {key: places_text(options[key]) for key in ("layers", "positions") if key in options}
-    settings = RunConfig(model=name, domains=domains, out=str(out) if out else None, **options)
+    settings = RunConfig(model=name, domains=domains, out=str(out) if out else None, **_options(options, read))
     asked = prepare(settings, write=out is not None, subject=read)
     with bar(quiet):
         records = [record for _, record in perform(asked, read, write=out is not None)]
     return records[0] if len(records) == 1 else Records(dict(zip(asked.pools, records, strict=True)))
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
-    """Raises UserError for an unknown keyword of `scan`, and for prompts that are not a file."""
+def _options(options: Mapping[str, Any], subject: Model | None) -> dict[str, Any]:
+    """The options of `scan` as fields of its configuration, with those that a model brings: how it was loaded, and
+    whether it reads messages.
+
+    Raises UserError for an unknown keyword, for prompts that are not a file, if no record could say what the model is,
+    or if an option says that it was loaded another way.
+    """
     called = {option.name.removeprefix("--").replace("-", "_"): option.field for option in flags(RunConfig)}
     placed = {"model", "domains"}
     known = sorted({"out", "quiet", *called.values()} - placed)
@@ -133,13 +134,10 @@ def _check_options(options: Mapping[str, Any]) -> None:
             f"scan(prompts_file={brief(prompts)}): expected the name of one file; save prompts of your own in a file, "
             "e.g. mine.txt with one a line, and give prompts_file='mine.txt'"
         )
-
-
-def _of_subject(subject: Model, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that a subject brings: how it was loaded, and whether it reads messages.
-
-    Raises UserError if no record could say what the subject is, or an option says that it was loaded another way.
-    """
+    given = {key: (value,) if key in LISTED and isinstance(value, str) else value for key, value in options.items()}
+    given |= {key: places_text(given[key]) for key in ("layers", "positions") if key in given}
+    if subject is None:
+        return given
     if not subject.as_read:
         raise UserError(
             f"{subject.name} is a model in memory, or was written to after it was loaded, and no command repeats its "
@@ -158,7 +156,7 @@ def _of_subject(subject: Model, options: Mapping[str, Any]) -> dict[str, Any]:
                 f"scan({name}={options[name]!r}) of a subject that was loaded with {name}={loaded!r}: "
                 f"load it with {name}={options[name]!r}"
             )
-    return {**subject.options, **({"chat": True} if subject.facts.get("chat") else {})}
+    return {**given, **subject.options, **({"chat": True} if subject.facts.get("chat") else {})}
 
 
 # ---- what is asked: checked before weights load ---------------------------------------------------------------------
