@@ -2,8 +2,10 @@
 
 import copy
 import errno
+import gc
 import io
 import math
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -263,6 +265,22 @@ def test_controls_of_a_model_that_the_caller_holds_leave_it_alone():
             assert control.facts["untrained"] == seed
             assert all(torch.equal(x, weights[name]) for name, x in subject.model.state_dict().items())
             assert draw(None) is subject
+
+
+def test_a_control_that_nobody_holds_is_gone_before_the_next_is_drawn():
+    """One that waits for a collection of cycles is a third copy of the model."""
+    subject = Model.of(FAMILIES["llama"].model(), name="tiny")
+    gc.collect()
+    gc.disable()
+    try:
+        with subject.controls() as draw:
+            control = draw(1)
+            control.unembed(control.capture(ragged(), {Site.RESIDUAL}).layers(Site.RESIDUAL)[0])
+            held = weakref.ref(control.model)
+            del control
+            assert held() is None
+    finally:
+        gc.enable()
 
 
 def test_a_hash_is_not_computed_again_of_numbers_that_came_back(monkeypatch):

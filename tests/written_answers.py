@@ -38,7 +38,6 @@ class Answers:
 
     model: Written
     backend: ClassVar[str] = "transformers"
-    remedy: ClassVar[str] = ""
     attention: ClassVar[str] = "none"
     concurrent: ClassVar[bool] = False
 

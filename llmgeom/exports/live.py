@@ -6,7 +6,6 @@ gave here on one sequence, and says how far apart they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,8 +34,6 @@ CAPTION = (
     "from the exact one (KL divergence)."
 )
 COLUMNS = ("query", "exact entropy [bits]", "the model's entropy [bits]", "KL [bits]")
-
-
 # Architectures that live.js can run: two norms a layer, and an MLP of two maps, or of three with a gate.
 FAMILIES = ("gpt2", "gpt_neox", "llama", "mistral")
 
@@ -130,11 +127,7 @@ def contents(subject: Model) -> dict[str, Any]:
             f"smaller one (--match-params {LARGEST // 2})"
         )
     rotary = getattr(config, "rope_parameters", None)
-
-    def norms(modules: Iterable[nn.Module]) -> list[nn.Module]:
-        return [module for module in modules if "norm" in type(module).__name__.lower()]
-
-    final: Any = norms(model.modules())[-1]
+    final: Any = subject.unembed.norm
     shape = {
         "heads": subject.facts["heads"],
         "kv": subject.facts["kv_heads"],
@@ -150,10 +143,9 @@ def contents(subject: Model) -> dict[str, Any]:
     for i, block in enumerate(subject.blocks):
         assert block.mlp_writer is not None  # as in every family of these
         maps = [module for module in block.mlp_writer.modules() if isinstance(module, nn.Linear | Conv1D)]
+        norms = [module for module in block.layer.children() if "norm" in type(module).__name__.lower()]
         roles = ("first", "second", *("gate", "up", "down")[-len(maps) :])
-        layer = {
-            role: _affine(module) for role, module in zip(roles, (*norms(block.layer.children()), *maps), strict=True)
-        }
+        layer = {role: _affine(module) for role, module in zip(roles, (*norms, *maps), strict=True)}
         for role in weights.ROLES:
             each = range(subject.facts["heads" if role == "query" else "kv_heads"])
             w, b = zip(*(weights.input_weights(subject, i, role, head) for head in each), strict=True)

@@ -62,14 +62,12 @@ class Forward:
 
     Attributes:
         backend: The name of this way, as `--backend` takes it.
-        remedy: What to try where the self-check fails.
     """
 
     model: Any
     name: str
     blocks: Sequence[Block]
     backend: ClassVar[Backend] = "transformers"
-    remedy: ClassVar[str] = "try --backend tl"
 
     @property
     def attention(self) -> str:
@@ -241,10 +239,12 @@ def unembedding_of(reader: Reader) -> Unembedding:
 
     Raises Unavailable: none does, or the output embedding is not in memory.
     """
+    model = reader.model  # a lens that held its reader would keep both in memory until the next collection
+    prefix = getattr(model, "base_model_prefix", "")
     plain = replace(reader, edits=())  # an edit at a token or a place may not meet it here
     seen = plain.capture(probe_batch(reader.facts), {Site.RESIDUAL, Site.LOG_PROBS})
     last = seen.layers(Site.RESIDUAL)[-1]
-    head = reader.model.get_output_embeddings()
+    head = model.get_output_embeddings()
     if head is None or next(head.parameters()).is_meta:
         raise Unavailable(f"{reader.name} has no output embedding in memory; a logit lens reads through it")
     # The same code on the same numbers: what differs is the shape of a batch, which rounds otherwise.
@@ -253,17 +253,16 @@ def unembedding_of(reader: Reader) -> Unembedding:
 
     def own_head(states: Tensor) -> Tensor:
         """The model's forward with states in the place of its decoder's, with whatever its family does there."""
-        shallow = copy.copy(reader.model)
-        shallow._modules = {**reader.model._modules, prefix: _Given(reader.model._modules[prefix], states)}
+        shallow = copy.copy(model)
+        shallow._modules = {**model._modules, prefix: _Given(model._modules[prefix], states)}
         tokens = torch.zeros(states.shape[:2], dtype=torch.int64, device=states.device)
         # Of the class: accelerate puts a forward on the object, which would move to another device.
-        return type(reader.model).forward(shallow, input_ids=tokens, use_cache=False).logits
+        return type(model).forward(shallow, input_ids=tokens, use_cache=False).logits
 
-    prefix = getattr(reader.model, "base_model_prefix", "")
-    ways = [own_head] if reader.model._modules.get(prefix) is not None else []
+    ways = [own_head] if model._modules.get(prefix) is not None else []
     # Modules next to a list of layers; the norm is mostly one. Two in their order, too: OPT-350m projects after it.
     beside: list[nn.Module] = []
-    for owner in reader.model.modules():
+    for owner in model.modules():
         if any(isinstance(child, nn.ModuleList) for child in owner.children()):
             beside += [child for child in owner.children() if not isinstance(child, nn.ModuleList | nn.Embedding)]
     for norm in (*beside, nn.Identity()):

@@ -73,9 +73,12 @@ def check(reader: Reader) -> dict[str, Any]:
         starts = ([_relative(x, y) for x, y in zip(stream[at:], states[:-1], strict=False)] for at in (0, 1))
         report["states"] = min(map(max, starts))
     if not max(value for value in report.values() if not isinstance(value, str)) <= tolerance:
+        remedy = "try --backend tl"
+        if reader.forward.backend == "tl":
+            remedy = "TransformerLens computes something else (below float32 rounding may do: --dtype float32)"
         raise UnsupportedModel(
             f"{reader.name} ({reader.facts['model_type']}) fails the self-check {report}: what would be captured "
-            f"is not what the model computes; {reader.forward.remedy}"
+            f"is not what the model computes; {remedy}"
         )
     report |= _writes(reader.blocks, whole, mixers, tolerance)
     return report

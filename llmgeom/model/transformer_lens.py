@@ -51,9 +51,6 @@ class BridgeForward(Forward):
 
     bridge: Any = field(repr=False)
     backend: ClassVar[Backend] = "tl"
-    remedy: ClassVar[str] = (
-        "TransformerLens does not compute what transformers does (below float32 rounding may do: --dtype float32)"
-    )
 
     @property
     def attention(self) -> str:
