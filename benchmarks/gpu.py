@@ -35,7 +35,7 @@ from llmgeom.errors import UserError, first_line
 from llmgeom.model.capture import Site
 from llmgeom.model.model import Model
 from llmgeom.model.passes import plan_capture
-from llmgeom.wind_tunnels.trainer import Trainer
+from llmgeom.wind_tunnels.training import Trainer
 from llmgeom.wind_tunnels.training_config import Training
 
 SITES = frozenset({Site.VALUE, Site.KEY, Site.QUERY, Site.ATTENTION_ENTROPY, Site.ENTROPY})

@@ -22,7 +22,7 @@ from llmgeom import wind_tunnels
 from llmgeom.model.model import Model
 from llmgeom.probes.posterior.grading import grade
 from llmgeom.probes.posterior.scores import CategoricalScores
-from llmgeom.wind_tunnels.trainer import Trainer
+from llmgeom.wind_tunnels.training import Trainer
 from llmgeom.wind_tunnels.training_config import Training
 
 RECIPES = {

@@ -17,11 +17,10 @@ import numpy as np
 
 from llmgeom.files import filled, read_entries
 from llmgeom.result import Estimate, Result
-from llmgeom.stats import power
 from llmgeom.stats.controls import Null, compared
 from llmgeom.stats.resampling import Interval, band
 from llmgeom.stats.tests import Side, holm
-from llmgeom.stats.verdict import Claim, word
+from llmgeom.stats.verdict import Claim, Setting, needed as clusters_needed, word
 
 FOLDER = Path(__file__).parent / "claims"
 RULE = ("side", "effect", "scale", "equivalence", "range")  # fields of a claim that decide its verdict
@@ -149,7 +148,7 @@ def cut(h: Estimate, least: float, most: float) -> Estimate:
 
 def planned(h: Estimate, needed: int) -> Estimate:
     """The estimate of a probe that plans the number of clusters by a law of its own."""
-    return replace(h, excess=replace(h.excess, setting=power.Setting(0.0, 0.0, 0)), needed=needed)
+    return replace(h, excess=replace(h.excess, setting=Setting(0.0, 0.0, 0)), needed=needed)
 
 
 def judge(results: Mapping[str, Result], available: int = 0) -> dict[str, Result]:
@@ -209,7 +208,7 @@ def judge_estimates(estimates: Sequence[Estimate]) -> tuple[Estimate, ...]:
         # Clusters at which the declared effect, where it is there, holds with 90 % power; 0 where no number does.
         if word(h)[0] == "open" and h.excess.setting.noise:
             sides = 2 if h.rule.equivalence == "within" else 1
-            h = replace(h, needed=power.needed(replace(h.excess.setting, claims=h.among, sides=sides)) or 0)
+            h = replace(h, needed=clusters_needed(replace(h.excess.setting, claims=h.among, sides=sides)) or 0)
         verdict, why = word(h)
         return replace(h, verdict=verdict, why=why)
 

@@ -15,9 +15,8 @@ from typing import Any, Literal, Self, get_args
 import numpy as np
 
 from llmgeom.stats.controls import Control, Excess
-from llmgeom.stats.power import Setting
 from llmgeom.stats.resampling import Deletions
-from llmgeom.stats.verdict import Claim
+from llmgeom.stats.verdict import Claim, Setting
 
 Verdict = Literal["", "holds", "small", "ruled out", "opposite", "open"]
 WORDS = get_args(Verdict)[1:]

@@ -26,7 +26,7 @@ from llmgeom.probes.labels.probe import LabelProbe
 from llmgeom.result import Estimate
 from llmgeom.stats.label_scores import coded
 from llmgeom.stats.nested_probe import Design, held_out, stratified_folds
-from llmgeom.stats.power import needed
+from llmgeom.stats.verdict import needed
 
 Run = dict[str, Any]
 DIM = 12

@@ -4,8 +4,7 @@ from dataclasses import fields, replace
 
 from llmgeom.result import Estimate
 from llmgeom.stats.controls import Control, Excess
-from llmgeom.stats.power import Setting
-from llmgeom.stats.verdict import Claim
+from llmgeom.stats.verdict import Claim, Setting
 
 OF = {name: {f.name for f in fields(cls)} for name, cls in (("rule", Claim), ("setting", Setting), ("h", Estimate))}
 OF["rule"] -= {"null"}

@@ -9,9 +9,8 @@ from scipy import stats as scipy_stats
 
 from llmgeom.claims import Null, cut, described, estimate, judge, judge_estimates, judged_together
 from llmgeom.result import Result
-from llmgeom.stats import power
 from llmgeom.stats.resampling import Interval, jackknife
-from llmgeom.stats.verdict import because
+from llmgeom.stats.verdict import Setting, because, needed
 from tests.made import changed
 from tests.refusals import refused
 from tests.toy import claim
@@ -308,11 +307,11 @@ def test_the_n_of_a_verdict_is_the_n_of_the_plan():
     draws = np.random.default_rng(0).normal(0.5, 0.02, 20)
     (h,) = judged(made(0.53, 0.40, 0.66, {"x": draws}, **SAID))
     spread = 0.13 / scipy_stats.t.ppf(0.975, 39) * math.sqrt(40)
-    plan = power.Setting(spread / 0.1, draws.std(ddof=1) / 0.1, 20)
-    assert h.needed == power.needed(plan) > 40
+    plan = Setting(spread / 0.1, draws.std(ddof=1) / 0.1, 20)
+    assert h.needed == needed(plan) > 40
     assert h.verdict == "open" and f"needs {h.needed} clusters: for the claimed effect of 0.1, has 40" in h.why
     (_, h) = judged(strong(), made(0.53, 0.40, 0.66, {"x": draws}, **SAID))
-    assert h.needed == power.needed(replace(plan, claims=2)) > power.needed(plan)
+    assert h.needed == needed(replace(plan, claims=2)) > needed(plan)
 
 
 def test_the_n_against_the_mean_of_trainings_counts_the_error_of_their_mean():
@@ -328,7 +327,7 @@ def test_the_n_against_the_mean_of_trainings_counts_the_error_of_their_mean():
 
     h = next(h for h in iter(lambda: measured(5, 0.15), None) if h.verdict == "open" and h.excess.room)
     assert "needs " in h.why and 5 < h.needed < 100
-    n = power.needed(power.Setting(1.0, 1 / math.sqrt(21), 20))  # as both standard deviations are
+    n = needed(Setting(1.0, 1 / math.sqrt(21), 20))  # as both standard deviations are
     assert np.mean([measured(n, 0.2).verdict == "holds" for _ in range(400)]) == pytest.approx(0.9, abs=0.05)
     h = next(h for h in iter(lambda: measured(5, 0.15, 5), None) if h.verdict == "open" and h.excess.room)
     assert h.needed == 0 and "more data will not help: 5 draws fix the mean of the control only to within" in h.why
@@ -406,8 +405,8 @@ def test_no_effect_holds_against_the_mean_of_draws_and_is_ruled_out_beyond_a_fur
 def test_the_n_that_no_effect_needs_counts_the_error_of_the_mean_of_draws():
     draws = np.random.default_rng(3).normal(0.5, 0.1, 40)
     (h,) = judged(equal(0.55, 0.12, Null.of("x", draws), equivalence="at most"))
-    plan = power.Setting(h.excess.setting.noise, draws.std(ddof=1) / 41**0.5 / 0.1, 40)
-    assert h.verdict == "open" and h.needed == power.needed(plan) and plan.power(h.needed) >= 0.9
+    plan = Setting(h.excess.setting.noise, draws.std(ddof=1) / 41**0.5 / 0.1, 40)
+    assert h.verdict == "open" and h.needed == needed(plan) and plan.power(h.needed) >= 0.9
     wide = np.random.default_rng(3).normal(0.5, 1.0, 40)
     (h,) = judged(equal(0.55, 0.12, Null.of("x", wide), equivalence="at most"))
     known = wide.std(ddof=1) / 40**0.5
@@ -476,8 +475,8 @@ def test_records_of_one_run_share_one_correction_and_a_number_of_the_weights_is_
 )
 def test_an_open_claim_whose_p_excludes_the_claimed_effect_says_so(given, said):
     """The p of the claimed effect decides the sentence, whatever n would find that effect."""
-    for needed in (0, 10, 10**6):
-        h = judged(strong(**given, noise=1.0, needed=needed), *(strong(str(i), p=0.9) for i in range(7)))[0]
+    for clusters in (0, 10, 10**6):
+        h = judged(strong(**given, noise=1.0, needed=clusters), *(strong(str(i), p=0.9) for i in range(7)))[0]
         assert h.verdict == "open" and said in h.why and "the claimed effect is excluded, " in h.why
         assert "possible" not in h.why and "needs" not in h.why
     possible = judged(strong(p=0.03, p_excluded=0.03), *(strong(str(i), p=0.9) for i in range(7)))[0]
@@ -489,7 +488,7 @@ def test_where_the_draws_differ_too_much_no_n_decides_and_the_verdict_says_so():
     (h,) = judged(made(0.53, 0.52, 0.54, {"x": wide}, **SAID))
     assert h.verdict == "open" and h.needed == 0
     assert f"more data will not help: the control's own draws vary by {wide.std(ddof=1):.2g} fraction (one" in h.why
-    assert power.needed(power.Setting(0.5, wide.std(ddof=1) / 0.1, 20)) is None
+    assert needed(Setting(0.5, wide.std(ddof=1) / 0.1, 20)) is None
 
 
 def test_a_random_direction_is_not_ruled_out_as_more_than_random_directions_and_a_larger_effect_is():

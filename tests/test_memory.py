@@ -15,8 +15,7 @@ from llmgeom.probes.posterior.grading import StateTable
 from llmgeom.probes.posterior.scores import Evaluation
 from llmgeom.stats.information import bits
 from llmgeom.wind_tunnels import load_world, names
-from llmgeom.wind_tunnels.trainer import Trainer, entropy_floor
-from llmgeom.wind_tunnels.training import train
+from llmgeom.wind_tunnels.training import Trainer, entropy_floor, train
 from llmgeom.wind_tunnels.training_config import Training
 from llmgeom.wind_tunnels.worlds.bijection import Bijection
 from llmgeom.wind_tunnels.worlds.recall import Recall

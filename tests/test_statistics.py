@@ -15,9 +15,9 @@ from llmgeom.errors import UserError
 from llmgeom.probes.shared.nulls import compare
 from llmgeom.stats import information, resampling, tests
 from llmgeom.stats.information import best_of_input, bits, entropy, kl, kl_of_rounded, tv
-from llmgeom.stats.power import Setting, needed
 from llmgeom.stats.resampling import Interval
 from llmgeom.stats.similarity import mean_abs_cosine, random_cosine, seen_through
+from llmgeom.stats.verdict import Setting, needed
 from tests.refusals import refused
 from tests.simulated import draws
 

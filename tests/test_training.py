@@ -15,10 +15,9 @@ from llmgeom.answers import corrupt_predictive, corrupt_targets
 from llmgeom.cli import main
 from llmgeom.errors import UserError
 from llmgeom.model.model import Model
-from llmgeom.wind_tunnels import trainer as one_run, training as trainer
+from llmgeom.wind_tunnels import training as trainer
 from llmgeom.wind_tunnels.checkpoint import snapshot_steps
-from llmgeom.wind_tunnels.trainer import entropy_floor, kl_to_exact
-from llmgeom.wind_tunnels.training import train, tune
+from llmgeom.wind_tunnels.training import entropy_floor, kl_to_exact, train, tune
 from llmgeom.wind_tunnels.training_config import Training
 from llmgeom.world import held_out, seeded
 from tests.refusals import refused
@@ -154,8 +153,8 @@ def test_what_is_shown_stays_true_when_labels_are_corrupted(monkeypatch):
     task = wind_tunnels.load_world("bijection:vocab=4,pairs=3")
     run = trainer.Trainer(trainer.replace(SMALL, corrupt=1.0), task, 1e-2, "cpu")
     inputs = []
-    plain = one_run.query_logits
-    monkeypatch.setattr(one_run, "query_logits", lambda model, x, query: inputs.append(x) or plain(model, x, query))
+    plain = trainer.query_logits
+    monkeypatch.setattr(trainer, "query_logits", lambda model, x, query: inputs.append(x) or plain(model, x, query))
     run.loss()
     clean = task.draw_split(SMALL.batch, seeded("train", 0), "seen", training=True)
     assert torch.equal(inputs[0], clean.inputs)

@@ -11,8 +11,7 @@ from llmgeom import wind_tunnels
 from llmgeom.errors import UserError
 from llmgeom.model.model import Model
 from llmgeom.probes.posterior.grading import grade
-from llmgeom.wind_tunnels.trainer import Trainer, answer_sheet
-from llmgeom.wind_tunnels.training import train
+from llmgeom.wind_tunnels.training import Trainer, answer_sheet, train
 from llmgeom.wind_tunnels.training_config import Training
 from tests.refusals import refused
 

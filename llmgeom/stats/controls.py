@@ -14,10 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llmgeom.stats.power import Setting
 from llmgeom.stats.resampling import TIE, Interval, band, student_quantile
 from llmgeom.stats.tests import LEAST_P, SCALES, Scale, Side, equivalence_p, on_scale, outside_p
-from llmgeom.stats.verdict import ALPHA, LEAST_DRAWS, NO_END, Claim, number_of_draws
+from llmgeom.stats.verdict import ALPHA, LEAST_DRAWS, NO_END, Claim, Setting, number_of_draws
 
 FINE = 1000  # with at least so many permutations, p = 1 / (1 + draws) only says that p is small
 FAR = 1e9  # a hurdle that no value clears; finite, since an Estimate holds finite numbers
