@@ -279,11 +279,10 @@ def test_the_kl_of_gradients_is_the_kl_of_a_small_edit(family, subject):
 class Drawn:
     """A runner of known effects of both signs, whose gradients are off by a factor and a scatter."""
 
-    def __init__(self, seed: int, scatter: float, sign: int = 1) -> None:
+    def __init__(self, seed: int, scatter: float) -> None:
         rng = np.random.default_rng(seed)
         self.kl = np.exp(1.5 * rng.standard_normal((270, 1)) + 0.3 * rng.standard_normal((270, 30)))
         self.rough = 0.3 * self.kl * np.exp(scatter * rng.standard_normal((270, 1)))
-        self.kl[::2], self.rough[::2] = sign * self.kl[::2], sign * self.rough[::2]
         self.ran = []
 
     def measure(self, edits, stage=""):
@@ -291,13 +290,12 @@ class Drawn:
         return {"kl": self.kl[self.ran]}
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-def test_what_two_stages_leave_out_is_known_to_its_error(sign):
+def test_what_two_stages_leave_out_is_known_to_its_error():
     """Of 300 models with 270 heads, gradients off by a factor of .3 and by half: the total, within 2 standard errors,
-    and the largest head; also of effects of either sign, towards the sign of each."""
+    and the largest head."""
     groups, covered, found, errors = [[Intervention(str(i), {})] for i in range(270)], [], [], []
     for seed in range(300):
-        runner = Drawn(seed, 0.5, sign)
+        runner = Drawn(seed, 0.5)
         made = two_stages(runner, groups, "kl", lambda runner=runner: runner.rough, seed=seed)
         assert len(runner.ran) <= 48 and (made["kl"][runner.ran] == runner.kl[runner.ran]).all()
         each, total = np.abs(runner.kl.mean(1)), np.abs(runner.kl.mean(1)).sum()

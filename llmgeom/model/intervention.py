@@ -327,7 +327,6 @@ def two_stages(
     approximate: Callable[[], np.ndarray] | None,
     *,
     seed: int,
-    lead: int = 1,
     strata: Sequence[int] = (),
     whole: Sequence[int] = (),
     number: int = EDITED,
@@ -338,38 +337,34 @@ def two_stages(
     The sample of a stratum has `number` draws with replacement, half of the chance even and half by the gradients'
     effect: the mean of effect / chance is an unbiased estimate of the others' total (Hansen and Hurwitz 1943), also
     where gradients see nothing of a component. What is not edited has the gradients' effect, times the factor that
-    gives this total (of effects with a sign, the total towards the sign of the gradients' effect).
+    gives this total.
 
     Simulated, 1,500 models with 270 heads of log-normal effects, log sd 1.5, gradients off by a log sd of .3 to 1 and
     blind to 10 heads or none: the total lies within 2 standard errors, 5 to 10 % of it, in 87 to 94 %.
 
     Args:
-        groups: The interventions of each component, as many each: `lead` draws, whose mean is its effect, then controls
-            that are run where it is.
+        groups: The interventions of each component, as many draws each, whose mean is its effect.
+        outcome: The one that is estimated in two stages, never negative.
         approximate: Gives [intervention input], the effects by gradients, group after group. All is edited where
-            `gradients` has none.
+            `gradients` has none; every outcome is then measured.
         strata: [component] which stratum it is of; all of one by default. whole: strata of which all are edited.
         number: Of a stratum, the components that are edited as the largest, and the draws of its others.
 
     Returns:
-        outcome [intervention input], and of two stages: edited [component], 1 for the largest, 2 for the sample, 0
+        outcome [component input], and of two stages: edited [component], 1 for the largest, 2 for the sample, 0
         where it is estimated; rough [component input]; total_error [stratum], of the sum of its components' means; off
         [component], 0 where it is edited, else the rms difference of a component's mean from its estimate in the sample
         of its stratum.
     """
-    every = [one for group in groups for one in group]
+
+    def means(x: np.ndarray) -> np.ndarray:
+        return x.reshape(-1, len(groups[0]), x.shape[1]).mean(1)
+
     rough = gradients(approximate, len(groups), runner)
     if rough is None:
-        return runner.measure(every, stage)
-    ends = np.cumsum([len(group) for group in groups])
-    places = [np.arange(end - len(group), end) for group, end in zip(groups, ends, strict=True)]
-    of = np.zeros(len(groups), dtype=int) if not len(strata) else np.asarray(strata)
-
-    def led(x: np.ndarray) -> np.ndarray:
-        return np.stack([x[at[:lead]].mean(0) for at in places])
-
-    by_gradients = led(rough).mean(1)
-    size, sign = np.abs(by_gradients), np.where(by_gradients < 0, -1, 1)
+        return {name: means(x) for name, x in runner.measure([one for of in groups for one in of], stage).items()}
+    rough = means(rough)
+    size, of = rough.mean(1), np.zeros(len(groups), dtype=int) if not len(strata) else np.asarray(strata)
     edited, drawn, rng = np.zeros(len(groups), dtype=int), {}, np.random.default_rng([seed, 5])
     for stratum in np.unique(of).tolist():
         members = np.flatnonzero(of == stratum)
@@ -382,20 +377,19 @@ def two_stages(
         some = rng.choice(len(others), number, p=chance / chance.sum())
         edited[order[:number]], edited[others[some]] = 1, 2
         drawn[stratum] = others[some], chance[some]
-    chosen = np.concatenate([places[i] for i in np.flatnonzero(edited)])
-    values = rough.copy()
-    values[chosen] = runner.measure([every[i] for i in chosen.tolist()], stage)[outcome]
-    effect = led(values).mean(1) * sign
+    chosen, values = np.flatnonzero(edited), rough.copy()
+    values[chosen] = means(runner.measure([one for i in chosen.tolist() for one in groups[i]], stage)[outcome])
+    effect = values.mean(1)
     error, off = (np.zeros(int(of.max()) + 1) for _ in range(2))
     for stratum, (some, chance) in drawn.items():
         rest, sampled = (of == stratum) & (edited == 0), (of == stratum) & (edited == 2)
         totals = effect[some] / chance
         factor = max(totals.mean() - effect[sampled].sum(), 0.0) / max(size[rest].sum(), 1e-300)
-        values[np.concatenate([places[i] for i in np.flatnonzero(rest)])] *= factor
+        values[rest] *= factor
         error[stratum] = totals.std(ddof=1) / np.sqrt(number)
         off[stratum] = np.sqrt(np.square(effect[sampled] - factor * size[sampled]).mean())
     off = np.where(edited == 0, off[of], 0.0)
-    return {outcome: values, "edited": edited, "rough": led(rough), "total_error": error, "off": off}
+    return {outcome: values, "edited": edited, "rough": rough, "total_error": error, "off": off}
 
 
 def copies_of(batch: Batch, subject: Any) -> int:

@@ -171,8 +171,7 @@ def copying(subject: Any, chosen: Sequence[tuple[int, int]], length: int, sequen
         mine = torch.zeros(layers, count, subject.facts["head_dim"], dtype=torch.float64)
         for layer, head in heads_:
             mine[layer, head] = 1
-        moves = {("z", layer): partial(to_mean, layer, mine[layer].flatten()) for layer, _ in heads_}
-        return Intervention(name, moves)
+        return Intervention(name, {("z", at): partial(to_mean, at, mine[at].flatten()) for at, _ in heads_})
 
     every, rows, first = [ablated(name, heads_) for name, heads_ in edits.items()], [], []
     for some in parts:

@@ -166,12 +166,9 @@ def ablate(
     number, whole = stages(kind, control)
     effects = two_stages(
         runner, groups, "kl", None if all_exactly else lambda: runner.approximate_kl(edits, split.seed),
-        seed=split.seed, lead=len(moves), strata=np.repeat(range(3), layers).tolist() if kind == "blocks" else (),
+        seed=split.seed, strata=np.repeat(range(3), layers).tolist() if kind == "blocks" else (),
         whole=whole, number=number, stage=f"{kind}, {method}",
     )  # fmt: skip
-    for outcome, found in effects.items():
-        if len(found) == len(edits) and found.ndim == 2:
-            effects[outcome] = found.reshape(len(groups), len(moves), -1).mean(1)
     if kind == "blocks":
         writes = split.activations(points, "query" if split.task is None else positions) or {}
         n = len(split.evaluation)
