@@ -164,7 +164,20 @@ def _arrays(path: str, name: str) -> dict[str, np.ndarray]:
                 key: (t.float() if t.is_floating_point() and t.dtype != torch.float64 else t).numpy()
                 for key, t in load_file(path).items()
             }
-        return _lists(path)
+        import pyarrow
+        from pyarrow import compute, parquet
+
+        table, found = parquet.read_table(path), {}
+        for key in table.column_names:
+            column, shape = pyarrow.concat_arrays(table[key].chunks), [table.num_rows]
+            while pyarrow.types.is_list(column.type) or "list" in str(column.type):
+                lengths = compute.unique(compute.list_value_length(column)).to_pylist()
+                if len(lengths) != 1 or lengths[0] is None:
+                    raise ValueError(f"the lists of column {key!r} have {len(lengths)} lengths")
+                shape.append(lengths[0])
+                column = column.flatten()
+            found[key] = column.to_numpy(zero_copy_only=False).reshape(shape)
+        return found
     except Exception as error:  # three libraries, each with errors of its own
         if "allow_pickle" in str(error) or "Pickled" in str(error):
             raise UserError(
@@ -172,22 +185,3 @@ def _arrays(path: str, name: str) -> dict[str, np.ndarray]:
                 "and labels as numbers or text of one length (np.array(labels, dtype=str))"
             ) from None
         raise UserError(f"{name} cannot be read as .{kind} ({str(error)[:120]}): write it again") from None
-
-
-def _lists(path: str) -> dict[str, np.ndarray]:
-    """The columns of a Parquet table. Raises ValueError for a column of lists of several lengths."""
-    import pyarrow
-    from pyarrow import compute, parquet
-
-    table, found = parquet.read_table(path), {}
-    for key in table.column_names:
-        column, shape = pyarrow.concat_arrays(table[key].chunks), [table.num_rows]
-        while pyarrow.types.is_list(column.type) or "list" in str(column.type):
-            lengths = compute.unique(compute.list_value_length(column)).to_pylist()
-            if len(lengths) != 1 or lengths[0] is None:
-                raise ValueError(f"the lists of column {key!r} have {len(lengths)} lengths")
-            shape.append(lengths[0])
-            column = column.flatten()
-        flat = column.to_numpy(zero_copy_only=False)
-        found[key] = flat.reshape(shape)
-    return found

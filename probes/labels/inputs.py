@@ -161,21 +161,39 @@ def confound(capture: Capture, name: str) -> Float[np.ndarray, "row column"]:
     return _number(column.astype(np.float64)) if column.dtype.kind in "if" else _levels(column.astype(str).tolist())
 
 
-def design(capture: Capture, names: Sequence[str]) -> Float[np.ndarray, "row column"] | None:
+def design(
+    capture: Capture, names: Sequence[str], label: str, truth: Float[np.ndarray, "row label"]
+) -> Float[np.ndarray, "row column"] | None:
     """The columns of all confounds; None if there are none.
 
-    Raises UserError: more columns than a fifth of the prompts.
+    Raises UserError: more columns than a fifth of the prompts; confounds that determine the label (its name, and
+    `truth`), so that nothing of it is left to read.
     """
     columns = {name: confound(capture, name) for name in names}
     width = {name: x.shape[1] for name, x in columns.items()}
-    rows = len(capture.prompt)
-    if sum(width.values()) > rows / 5:
+    rows, every = len(capture.prompt), sum(width.values())
+    if not every:
+        return None
+    if every > rows / 5:
         most = max(width, key=lambda name: width[name])
         raise UserError(
-            f"the confounds take {sum(width.values())} columns ({most!r} alone {width[most]}) for {rows} prompts; at "
+            f"the confounds take {every} columns ({most!r} alone {width[most]}) for {rows} prompts; at "
             f"most a fifth can be removed: give more prompts, or leave {most!r} out of --given"
         )
-    return np.hstack(list(columns.values())) if sum(width.values()) else None
+
+    def left(columns: np.ndarray) -> bool:
+        x = np.column_stack([np.ones(len(columns)), columns])
+        missed = truth - x @ np.linalg.lstsq(x, truth, rcond=None)[0]
+        return bool(np.square(missed).sum() > 1e-9 * np.square(truth - truth.mean(0)).sum())
+
+    joined = np.hstack(list(columns.values()))
+    if not left(joined):
+        it = next((name for name, x in columns.items() if not left(x)), " and ".join(columns))
+        raise UserError(
+            f"the label {label!r} is a function of {it}: the same {it} has the same label in every prompt, so nothing "
+            f"is left to read once it is held fixed; give prompts in which they differ, or leave {it} out of --given"
+        )
+    return joined
 
 
 def bag_of_tokens(capture: Capture) -> Float[np.ndarray, "row token"]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
 
 import numpy as np
 
@@ -37,7 +36,7 @@ from llmgeom.probes.labels.inputs import (
     transferred,
 )
 from llmgeom.probes.shared.nulls import permutation_null
-from llmgeom.result import SENTENCE, Estimate, Figure, Labelled, Result, labelled, read_texts
+from llmgeom.result import SENTENCE, Estimate, Figure, Labelled, Result, labelled, line, read_texts
 from llmgeom.stats import ridge_probe
 from llmgeom.stats.label_scores import METRICS, bounds, chance, classified, coded, moved, require_orders
 from llmgeom.stats.nested_probe import (
@@ -174,9 +173,7 @@ class _Measurement:
         self.label, self.clusters = self.target.label, np.asarray(data.capture.batch.cluster)
         self.truth = coded(self.target.kind, self.label, self.target.classes)
         self.fold, stratified = folds(self.target, data.capture.batch, data.seed)
-        confounds = confounds_of(self.final, probe.given)
-        if confounds is not None:
-            self._check_left(confounds)
+        confounds = confounds_of(self.final, probe.given, self.target.name, self.truth)
         self.design = Design(self.target.kind, self.truth, self.fold, confounds)
         self.places = probe.places(data.capture)
         self.loaders = list(self.places.values())
@@ -189,24 +186,6 @@ class _Measurement:
                 f"no activation differs between prompts{removed} ({places}): read other --sites, "
                 "--layers or --positions, or name less in --given"
             )
-
-    def _check_left(self, confounds: np.ndarray) -> None:
-        """Raise UserError where the confounds determine the label: then nothing of it is left to read."""
-
-        def left(columns: np.ndarray) -> bool:
-            x = np.column_stack([np.ones(len(columns)), columns])
-            missed = self.truth - x @ np.linalg.lstsq(x, self.truth, rcond=None)[0]
-            return bool(np.square(missed).sum() > 1e-9 * np.square(self.truth - self.truth.mean(0)).sum())
-
-        if left(confounds):
-            return
-        alone = [name for name in self.probe.given if not left(confound(self.final, name))]
-        names = (alone or [" and ".join(self.probe.given)])[0]
-        raise UserError(
-            f"the label {self.target.name!r} is a function of {names}: the same {names} has the same label in every "
-            f"prompt, so nothing is left to read once it is held fixed; give prompts in which they differ, or leave "
-            f"{names} out of --given"
-        )
 
     @cached_property
     def draws(self) -> dict[str, list[HeldOut]]:
@@ -261,8 +240,8 @@ class _Measurement:
 
     def alone(self, what: str, reading: HeldOut) -> Estimate:
         """The score of a reading compared with permuted labels only."""
-        span = interval(reading.value, self.lost(reading), self.clusters)
-        return self.estimate(what, reading.value, span, [permutation_null(PERMUTED, reading.value, self.own.moved)])
+        null = permutation_null(PERMUTED, reading.value, self.own.moved)
+        return self.estimate(what, reading.value, interval(reading.value, self.lost(reading), self.clusters), [null])
 
     def lost(self, reading: HeldOut, place: int | None = None) -> Deletions:
         """The score of a reading without each group of clusters."""
@@ -319,8 +298,9 @@ class _Measurement:
 
         for site in sites:
             lines, here = self.lines(site, raw), self.at(site)
-            tops = [self.permuted(site), *([draws_band(draws, here) for draws in self.draws.values()])]
-            tops += [np.stack([line, line], 1) for name, line in lines.items() if name in self.single]
+            of_draws = [np.array([draw.scores[here] for draw in draws]).T for draws in self.draws.values()]
+            tops = [self.permuted(site), *(np.array([*map(band, by_layer)]) for by_layer in of_draws)]
+            tops += [np.stack([own, own], 1) for name, own in lines.items() if name in self.single]
             controls = np.stack([np.min(tops, 0)[:, 0], np.max(tops, 0)[:, 1]], 1)
             low = curve(site.replace(" ", "_"), self, site, controls, list(lines.values()))
             ticks["control"] = tuple(lines)
@@ -335,35 +315,34 @@ class _Measurement:
                 curve(f"{site.replace(' ', '_')}_all_prompts", every, site, every.permuted(site), [])
         alone, unexplained = self.explained()
         if alone:
-            ticks["confound"], what = tuple(alone), "confound: held-out score of a probe that reads this confound alone"
-            beside = Figure("curve", beside="confound_chance")
-            shown["confound_score"] = labelled(list(alone.values()), "confound", score, what, beside)
+            what = "confound: held-out score of a probe that reads this confound alone"
+            shown |= line("confound_score", [*alone.values()], "confound", score, what, beside="confound_chance")
             level = np.full(len(alone), chance(self.target.kind, self.truth.shape[1]))
             what = "confound: score of predictions that know nothing"
-            shown["confound_chance"] = labelled(level, "confound", score, what)
+            ticks["confound"], shown["confound_chance"] = tuple(alone), labelled(level, "confound", score, what)
         if self.probe.transfer is not None:
             ticks["value"], away, within = self.transfer(self.probe.transfer)
             what = "transfer: score on the prompts of each value, of a probe fitted to the other values"
-            beside = Figure("curve", beside="transfer_within")
-            shown["transfer_score"] = labelled(away, "value", score, what, beside)
+            shown |= line("transfer_score", away, "value", score, what, beside="transfer_within")
             what = "transfer: score on the same prompts with folds over all values"
             shown["transfer_within"] = labelled(within, "value", score, what)
-        seed = self.data.seed
-        parts, scores = by_number(self.design, self.label, self.clusters, self.loaders, self.chosen_place, seed)
+        of_parts = self.design, self.label, self.clusters, self.loaders, self.chosen_place, self.data.seed
+        parts, scores = by_number(*of_parts)
         if len(parts) > 1:
             ticks["rows"], figure = parts, Figure("curve", interval="by_number_range")
             what = "held-out score at the direction's place with fewer prompts, mean over draws of whole clusters"
             shown["by_number_score"] = labelled(scores.mean(1), "rows", score, what, figure)
             ends, what = np.stack([scores.min(1), scores.max(1)], 1), "least and largest over the draws"
             shown["by_number_range"] = labelled(ends, "rows bound", score, what)
-        shown |= self.fitted() | (every or self).predictions()
+        predictions, farthest = (every or self).predictions()
+        shown |= self.fitted() | predictions
         ticks |= dict.fromkeys(("true_class", "predicted_class") if self.target.classes else (), self.target.classes)
-        site, layer = self.chosen()
+        site, layer = self.chosen
         ticks |= {"place": (site.partition(" ")[0], layer), "position": (site.partition(" ")[2] or LAST,)}
         missing = [f"not tested: {self.untested}; the label may be in the words alone"] if self.untested else []
         if self.untested is None and self.data.no_context is None:
             missing = [f"the control {NO_CONTEXT!r} is not available for this model"]
-        notes = (*each, *self.summary(), *unexplained, (every or self).farthest(shown))
+        notes = (*each, *self.summary(), *unexplained, farthest)
         present = {name: one for name, one in shown.items() if one is not None}
         if odd := [name for name, (_, array) in present.items() if not np.isfinite(array).all()]:
             raise ValueError(f"{odd[0]} is not finite")  # no NaN travels
@@ -376,7 +355,7 @@ class _Measurement:
 
     def fitted(self) -> dict[str, Labelled | None]:
         """The probe at the chosen place, fitted to all prompts: weights, log odds, direction; and the confusion."""
-        x, confounds, classes = self.places[self.chosen()](), self.design.confounds, self.target.classes
+        x, confounds, classes = self.places[self.chosen](), self.design.confounds, self.target.classes
         found, intercept = weights(x, self.truth, self.fold, confounds)
         what = "ridge weights, fitted to all prompts"
         shown = {"weights": labelled(found, "column dimension", "label per activation", what)}
@@ -444,13 +423,9 @@ class _Measurement:
         )
         return tuple(values.tolist()), score, within
 
-    @property
+    @cached_property
     def chosen_place(self) -> int:
-        """The index of the direction's place."""
-        return list(self.places).index(self.chosen())
-
-    def chosen(self) -> tuple[str, int]:
-        """The place of the direction: the place that most folds chose, if an edit reaches it.
+        """The index of the direction's place: the place that most folds chose, if an edit reaches it.
 
         Else it is the editable place with the least error in the inner folds; if no place is editable, the place that
         most folds chose. An edit reaches all but the residual stream after the last layer.
@@ -460,30 +435,30 @@ class _Measurement:
         place = int(np.bincount(self.own.chosen).argmax())
         if not editable[place] and editable.any():
             place = int(np.where(editable, self.own.errors.sum(1), np.inf).argmin())
-        return list(self.places)[place]
+        return place
 
-    def predictions(self) -> dict[str, Labelled | None]:
-        """Held-out prediction (of several classes that of the prompt's own), residual and class of each prompt."""
+    @property
+    def chosen(self) -> tuple[str, int]:
+        """The site and layer of the direction."""
+        return list(self.places)[self.chosen_place]
+
+    def predictions(self) -> tuple[dict[str, Labelled | None], str]:
+        """Held-out prediction (of several classes that of the prompt's own), residual and class of each prompt; and the
+        prompts with the largest residuals, in words."""
         prediction, residual = self.own.prediction[:, 0], self.truth[:, 0] - self.own.prediction[:, 0]
         if self.truth.shape[1] > 1:
             prediction = self.own.prediction[np.arange(len(self.truth)), self.truth.argmax(1)]
             residual = 1 - prediction
-        said = "probe: label minus its held-out prediction"
         shown = {
-            "probe_prediction": labelled(prediction, "prompt", "label", "probe: held-out prediction of each prompt")
+            "probe_prediction": labelled(prediction, "prompt", "label", "probe: held-out prediction of each prompt"),
+            "probe_residual": labelled(residual, "prompt", "label", "probe: label minus its held-out prediction"),
         }
-        shown["probe_residual"] = labelled(residual, "prompt", "label", said)
         if self.target.classes:
             said = "probe: predicted class of each prompt, held out"
             shown["probe_class"] = labelled(self.classes[1], "prompt", "index", said)
-        return shown
-
-    def farthest(self, shown: Mapping[str, Any]) -> str:
-        """The prompts with the largest residuals, in words."""
-        prediction, residual = shown["probe_prediction"][1], shown["probe_residual"][1]
         worst = np.argsort(-np.abs(residual), kind="stable")[:SHOWN]
         listed = ", ".join(f"prompt {row} ({self.label[row]}: {prediction[row]:.2f})" for row in worst)
-        return f"largest residuals: {listed}"
+        return shown, f"largest residuals: {listed}"
 
     def summary(self) -> list[str]:
         """Notes on the label and the places from which it was read."""
@@ -499,11 +474,6 @@ class _Measurement:
             f"selectivity, the score minus that of permuted labels: {selectivity:.2f}",
             f"with {len(others)} other divisions into folds the score is {min(others):.2f} to {max(others):.2f}",
         ]
-
-
-def draws_band(draws: Sequence[HeldOut], here: Sequence[int]) -> np.ndarray:
-    """[layer bound] the band of a control with several draws."""
-    return np.array([band(np.array([draw.scores[i] for draw in draws])) for i in here])
 
 
 def where(layers: Sequence[int], score: np.ndarray, low: np.ndarray, highest: np.ndarray, best: int) -> str:
