@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
 from llmgeom.claims import Null, declared
 from llmgeom.probe import UNTRAINED, WHOLE, Capture, Needs, ProbeInput, Site, Unavailable, UserError, exact_answers
-from llmgeom.probes.shared.nulls import compare, null_band, permutation_null
-from llmgeom.result import Estimate, Figure, Result, labelled, line
+from llmgeom.probes.shared.nulls import compare, null_band, permutation_null, ratio_of
+from llmgeom.result import Figure, Result, labelled, line
 from llmgeom.stats.ridge_probe import folds
 
 PLACEBOS = 999
@@ -81,6 +81,21 @@ def measure(view: ProbeInput) -> Result:
     excess, content = (part.sum(2) / queries.sum() for part in model)
     mean, band = by_layer(model[0]), null_band({UNTRAINED: [by_layer(x) for x, _ in controls]})
     most = np.where(even[-1] > 0, even[-1], 0).max(-1)[has].mean()
+    # Each metric is a sum over sequences over the number of queries.
+    forms: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {LAST: lambda total, _: total[-1].mean(0)}
+    if len(model[0]) > 1:
+        forms[CHANGE] = lambda total, _: (total[-1] - total[0]).mean(0)
+    if not alike:
+        forms[BEST] = lambda _, content: best_head(content, half)[0]
+    estimates = []
+    for name, form in forms.items():
+        value, *draws = (form(*each).sum() / queries.sum() for each in (model, *controls, *exchanged))
+        nulls = [Null.of(UNTRAINED, np.array(draws[: len(controls)]))]
+        if not alike:
+            # A permutation's p contains the sampling noise, so the interval need only exclude the centre of the null.
+            nulls.append(permutation_null(OTHER, value, np.array(draws[len(controls) :])))
+        claim = CLAIMS[name + PLACES * alike]
+        estimates.append(compare(claim, ratio_of, (form(*model), queries), clusters, {}, nulls))
     axes, unit, heatmap = "layer head", "fraction", Figure("heatmap")
     by_content = "of this by content: minus the excess of average positions"
     said, null = "the same, mean over heads", ("the same, untrained copies", band)
@@ -93,48 +108,9 @@ def measure(view: ProbeInput) -> Result:
             "most": labelled(most, "", unit, "if all attention went to bearing positions"),
         },
         __name__,
-        estimates=tuple(_metrics(model, controls, exchanged, queries, half, clusters)),
+        estimates=tuple(estimates),
         notes=(note,),
         unmeasured={} if len(model[0]) > 1 else {CHANGE + PLACES * alike: "the model has one layer"},
-    )
-
-
-def _metrics(
-    model: Parts,
-    controls: Sequence[Parts],
-    exchanged: Sequence[Parts],
-    queries: np.ndarray,
-    half: np.ndarray,
-    clusters: np.ndarray,
-) -> list[Estimate]:
-    """The metrics, each a sum over sequences over the number of queries.
-
-    Args:
-        exchanged: the model's parts with the bearing positions of other sequences; none if all have the same ones.
-        queries: [sequence] number of queries that the parts are summed over.
-        half: [sequence] 0 or 1; the best head is selected on the other half.
-    """
-    alike = not exchanged
-    forms: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {LAST: lambda total, _: total[-1].mean(0)}
-    if len(model[0]) > 1:
-        forms[CHANGE] = lambda total, _: (total[-1] - total[0]).mean(0)
-    if not alike:
-        forms[BEST] = lambda _, content: best_head(content, half)[0]
-    metrics = []
-    for name, form in forms.items():
-        value, *draws = (form(*parts).sum() / queries.sum() for parts in (model, *controls, *exchanged))
-        nulls = [Null.of(UNTRAINED, np.array(draws[: len(controls)]))]
-        if not alike:
-            # A permutation's p contains the sampling noise, so the interval need only exclude the centre of the null.
-            nulls.append(permutation_null(OTHER, value, np.array(draws[len(controls) :])))
-        metrics.append(ratio(name + PLACES * alike, form(*model), queries, clusters, nulls))
-    return metrics
-
-
-def ratio(name: str, above: np.ndarray, below: np.ndarray, clusters: np.ndarray, nulls: list[Null]) -> Estimate:
-    """The metric of sum(above) / sum(below) over sequences."""
-    return compare(
-        CLAIMS[name], lambda _, rows: float(above[rows].sum() / below[rows].sum()), None, clusters, {}, nulls
     )
 
 

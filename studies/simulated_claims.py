@@ -10,16 +10,17 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 
 from llmgeom import claims
-from llmgeom.probes import key_orthogonality, qk_alignment
+from llmgeom.probes import key_orthogonality
 from llmgeom.probes.belief_clusters import Grouped
-from llmgeom.probes.evidence.belief import LabelCoordinates, Read, measure_belief
-from llmgeom.probes.evidence.predictions import ExactAnswers
+from llmgeom.probes.evidence.belief import Coordinates, measure_belief
+from llmgeom.probes.evidence.predictions import ExactAnswers, Read
 from llmgeom.probes.interventions import axis_ablation, interchange, label_axis
 from llmgeom.probes.interventions.axis import SIZE, VARIANCE
 from llmgeom.probes.interventions.axis_ablation import CONTROL, DOSES, ODDS, dose_estimate
 from llmgeom.probes.interventions.interchange import AS_FAR, RANDOM
 from llmgeom.probes.length_generalisation import measure_past
 from llmgeom.probes.posterior import results as posterior
+from llmgeom.probes.shared.nulls import compare, ratio_of
 from llmgeom.prompts import text
 from llmgeom.result import Estimate
 from llmgeom.stats import weighing
@@ -137,7 +138,7 @@ def attention(rng: np.random.Generator) -> Estimates:
     for entry in claims.declared("qk_alignment").values():
         if entry.claim:
             above = below * rng.beta(2, 3, n)
-            estimates |= named("qk_alignment", [qk_alignment.ratio(entry.name, above, below, np.arange(n), [])])
+            estimates |= named("qk_alignment", [compare(entry, ratio_of, (above, below), np.arange(n), {})])
     heads = np.array([key_orthogonality.mean_abs_cosine(rng.standard_normal((1, 8, 24)))[0] for _ in range(16)])
     span = jackknife(lambda x: float(x.mean()), heads, np.arange(16))
     return estimates | {"key_orthogonality: columns of W_K": (heads.mean(), span.low, span.high, True)}
@@ -155,7 +156,7 @@ def examples(rng: np.random.Generator) -> Estimates:
     odds, (pair, pairs) = ExactAnswers(batch).log_p, np.unique(batch.cluster, return_inverse=True)
     own = odds[:, 0] - odds[:, 1] + rng.normal(0, 0.4, len(pair))[pairs] + rng.normal(0, 0.4, len(batch))
     along = 0.5 * np.stack([own, -own], 1) + rng.normal(0, 0.5, (len(batch), 2))
-    read = LabelCoordinates(along[None])
+    read = Coordinates(along[None])
     return named("sula_belief", measure_belief(batch, read, Read(batch, read), 0).estimates)
 
 

@@ -13,8 +13,8 @@ from llmgeom.claims import judge
 from llmgeom.errors import UserError
 from llmgeom.model.model import Model
 from llmgeom.probes.evidence import belief, depths
-from llmgeom.probes.evidence.belief import LabelCoordinates, Read
-from llmgeom.probes.evidence.predictions import ExactAnswers
+from llmgeom.probes.evidence.belief import Coordinates
+from llmgeom.probes.evidence.predictions import ExactAnswers, Read
 from llmgeom.prompts import text as in_text
 from llmgeom.stats.ridge_probe import decodability, folds
 from llmgeom.stats.shared_line import Line, blocks
@@ -83,7 +83,7 @@ def planted(batch, strength, seed=0, along=None):
     x = np.einsum("pl,pld->pd", strength, along) + 0.3 * rng.standard_normal((len(batch), WIDTH))
     u = u - u.mean(1, keepdims=True)
     z = np.einsum("pd,pld->pl", x / np.linalg.norm(x, axis=1, keepdims=True), u)
-    return x, LabelCoordinates(np.stack([z, z, z]))
+    return x, Coordinates(np.stack([z, z, z]))
 
 
 def measure_belief(batch, models, seed, cut=None):
@@ -149,7 +149,7 @@ def test_the_order_in_which_labels_are_named_changes_nothing(batch):
         columns={**batch.columns, "first": batch.columns["second"], "second": batch.columns["first"]},
         posterior=Posterior(batch.exact.predictive.flip(-1), batch.exact.belief),
     )
-    other = LabelCoordinates(own.along[..., ::-1].copy())
+    other = Coordinates(own.along[..., ::-1].copy())
     one, two = measure_belief(batch, [own, *strangers(batch, 3)], 0), measure_belief(turned, [other, other], 0)
     np.testing.assert_allclose(one["along"], two["along"])
 
@@ -173,7 +173,7 @@ def test_three_labels_are_a_simplex(batch):
     def read(strength):
         x = np.einsum("pl,pld->pd", strength, rows[chosen]) + 0.3 * rng.standard_normal((n, WIDTH))
         z = np.einsum("pd,pld->pl", x / np.linalg.norm(x, axis=1, keepdims=True), u)
-        return LabelCoordinates(z[None])
+        return Coordinates(z[None])
 
     noise = [read(rng.standard_normal((n, 3))) for _ in range(3)]
     assert measure_belief(three, [read(clr), *noise], 0)["along"][0] > 0.6

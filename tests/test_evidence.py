@@ -14,9 +14,9 @@ from llmgeom.model.model import Model
 from llmgeom.plan import MODEL
 from llmgeom.probe import UNTRAINED
 from llmgeom.probes.evidence import controls
-from llmgeom.probes.evidence.answers import Controls, measure_answers
+from llmgeom.probes.evidence.answers import measure_answers
 from llmgeom.probes.evidence.controls import VARIANTS, measure_controls
-from llmgeom.probes.evidence.predictions import MAIN, ExactAnswers, LabelPredictions
+from llmgeom.probes.evidence.predictions import MAIN, ExactAnswers, LabelPredictions, Read
 from llmgeom.prompts import text
 from llmgeom.record import Record
 from llmgeom.run import Run, run_probes
@@ -43,7 +43,7 @@ def strangers(n, count=20):
 
 def judged(batch, model):
     """Compared with answers that know nothing as those without context."""
-    measured = measure_answers(batch, model, Controls(batch, model, strangers(len(batch), 1)[0]))
+    measured = measure_answers(batch, model, Read(batch, model, without=strangers(len(batch), 1)[0]))
     return {h.name: h for h in claims.judge({"process": measured})["process"].estimates}
 
 

@@ -16,8 +16,7 @@ from llmgeom.commands.evidence import lines
 from llmgeom.errors import UserError
 from llmgeom.model.model import Model
 from llmgeom.probes.evidence import answers
-from llmgeom.probes.evidence.answers import Controls
-from llmgeom.probes.evidence.predictions import LabelPredictions, label_ids, label_words
+from llmgeom.probes.evidence.predictions import LabelPredictions, Read, label_ids, label_words
 from llmgeom.prompts import text as in_text
 from llmgeom.record import Record
 from llmgeom.result import SENTENCE, Estimate
@@ -43,7 +42,7 @@ def measured(spec: str, observer, n: int = 50, mass: float = 0.9, seed: int = 0)
     batch = in_text.sample(load_world(spec, text=True), n, seed)
     exact = batch.exact.predictive[:, 0].numpy()
     own = planted(observer(exact, batch), mass)
-    return batch, answers.measure_answers(batch, own, Controls(batch, own, planted(noisy(exact, 99), mass)))
+    return batch, answers.measure_answers(batch, own, Read(batch, own, without=planted(noisy(exact, 99), mass)))
 
 
 def found(result) -> dict[str, Estimate]:
@@ -145,7 +144,7 @@ def test_controls_read_fewer_prompts_than_the_model():
     own, cut = scaled(2.0, noise=0.5)(exact, batch), noisy(exact, 9)
     some = list(range(0, len(batch), 2))
     part = batch.take(some)
-    result = answers.measure_answers(batch, planted(own), Controls(part, planted(own[some]), planted(cut[some])))
+    result = answers.measure_answers(batch, planted(own), Read(part, planted(own[some]), without=planted(cut[some])))
     whole = answers.measure_answers(batch, planted(own))
     h, alone = ({one.name: one for one in each.estimates}[answers.RESOLUTION] for each in (result, whole))
     assert h.value == alone.value and h.n == (np.array(batch.columns["k"]) > 0).sum()

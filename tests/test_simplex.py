@@ -8,9 +8,10 @@ from sklearn.linear_model import Ridge as SklearnRidge
 
 from llmgeom.errors import UserError
 from llmgeom.probes.evidence import coordinates
-from llmgeom.probes.evidence.belief import LabelCoordinates, Read, measure_belief
-from llmgeom.probes.evidence.coordinates import HIDDEN, Coordinates, hidden
+from llmgeom.probes.evidence.belief import Coordinates, measure_belief
+from llmgeom.probes.evidence.coordinates import HIDDEN, hidden
 from llmgeom.probes.evidence.depths import Ridge
+from llmgeom.probes.evidence.predictions import Read
 from llmgeom.prompts import text as in_text
 from llmgeom.stats.shared_line import blocks
 from llmgeom.wind_tunnels import load_world
@@ -59,7 +60,7 @@ def centred(batch):
 def test_an_answer_that_excludes_marks_is_read_as_a_point_where_log_odds_are_refused(recall):
     own = planted(recall, centred(recall))
     with refused(UserError, "exact probability of 0"):
-        measure_belief(recall, one := LabelCoordinates(own.along), Read(recall, one), 0)
+        measure_belief(recall, one := Coordinates(own.along), Read(recall, one), 0)
     found = measure_simplex(recall, [own, *strangers(recall)], 0, planted(recall, 0 * centred(recall), 9))
     assert found["along"].min() > 0.7 and found["along_interval"][:, 0].min() > 0.5
     assert (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 from llmgeom.claims import Null, declared
 from llmgeom.probe import NO_CONTEXT, Batch, Needs, ProbeInput, UserError, exact_answers
 from llmgeom.probes.evidence.depths import exchanged
-from llmgeom.probes.evidence.predictions import CONTROL_PROMPTS, LABELS, MAIN, ExactAnswers, LabelPredictions
+from llmgeom.probes.evidence.predictions import CONTROL_PROMPTS, LABELS, MAIN, ExactAnswers, LabelPredictions, Read
 from llmgeom.probes.shared.nulls import Statistic, compare
 from llmgeom.result import SENTENCE, Estimate, Labelled, Result, labelled, line
 from llmgeom.stats.information import bits, kl
@@ -54,25 +54,11 @@ NEEDS = Needs(
 def measure(data: ProbeInput) -> Result:
     """Weight, bias, resolution and calibration. Raises UserError as `measure_answers`."""
     read = data.null_subset.capture
-    controls = Controls(read.batch, LabelPredictions.of(read), data.no_context_observations)
+    controls = Read(read.batch, LabelPredictions.of(read), without=data.no_context_observations)
     return measure_answers(data.capture.batch, data.observations, controls, data.seed)
 
 
-@dataclass(frozen=True, eq=False)
-class Controls:
-    """What the model is compared with, on the prompts that controls read.
-
-    Attributes:
-        batch: These prompts. model: What the model itself says to them.
-        no_context: What it says with mean-ablated attention; None without this control.
-    """
-
-    batch: Batch
-    model: LabelPredictions
-    no_context: LabelPredictions | None = None
-
-
-def measure_answers(batch: Batch, model: LabelPredictions, controls: Controls | None = None, seed: int = 0) -> Result:
+def measure_answers(batch: Batch, model: LabelPredictions, controls: Read | None = None, seed: int = 0) -> Result:
     """`measure` from predictions.
 
     Args:
@@ -83,24 +69,30 @@ def measure_answers(batch: Batch, model: LabelPredictions, controls: Controls | 
     Raises:
         UserError: No prompt shows evidence; the exact answers are nearly even; fewer than 5 clusters.
     """
-    truth, controls = ExactAnswers(batch), controls or Controls(batch, model)
+    truth, controls = ExactAnswers(batch), controls or Read(batch, model)
     rows, k = truth.observed, truth.k[truth.observed]
     if not len(rows):
         raise UserError("no prompt shows evidence: give a number of observations above 0")
-    own, last = weighing(batch, model), last_shown(batch)[rows]
+    own, last = weighing(batch, model), np.zeros(truth.log_p.shape)
+    for seen, shown in zip(last, batch.columns["seen"], strict=True):
+        if shown:
+            seen[int(shown[-1])] = 1  # the label of the last observation
     if own.even.mean() < LEAST_BITS:
         raise UserError(
             f"the exact answers are {own.even.mean():.2g} bits from even ones; at least {LEAST_BITS:g} are needed to "
             "see whether a model uses the evidence: show more observations"
         )
-    cut = None if controls.no_context is None else weighing(controls.batch, controls.no_context)
+    cut = None if controls.without is None else weighing(controls.batch, controls.without)
     without = None if cut is None else (weighing(controls.batch, controls.model), cut, cut.cluster)
     shuffled = _shuffled(own, np.stack([k, _surfaces(batch)[1][rows]], 1), seed)
     exact = exact_log_odds(truth.log_p)[1]
 
     def row(name: str, statistic: Statistic, nulls: Sequence[Null] = (), **more: Any) -> Estimate:
-        found = compare(CLAIMS[name], statistic, own, own.cluster, {}, nulls, **more)
-        return _unheard(found, mass) if mass < LEAST_MASS else found
+        h = compare(CLAIMS[name], statistic, own, own.cluster, {}, nulls, **more)
+        excluded = h.claim and h.excess.p_excluded < ALPHA and (h.rule.equivalence or h.p >= ALPHA)
+        if mass >= LEAST_MASS or not excluded:
+            return h
+        return replace(h, lacks=(f"the answers have {mass:.0%} of the probability: below half nothing is ruled out",))
 
     mass, p, likeliest = float(model.mass[rows].mean()), np.exp(truth.log_p), truth.log_p.argmax(1)
     every_row, top = np.arange(len(p)), model.log_p.argmax(1)
@@ -120,16 +112,21 @@ def measure_answers(batch: Batch, model: LabelPredictions, controls: Controls | 
         row(MASS, lambda w, at: float(model.mass[rows][at].mean())),
     ]
     with suppress(ValueError):  # one observation of two labels: the label shown last is the evidence
-        estimates.insert(5, row(RECENCY, lambda w, at: recency(w.z[at], w.e[at], last[at])))
+        estimates.insert(5, row(RECENCY, lambda w, at: recency(w.z[at], w.e[at], last[rows][at])))
     names, surface, pooled = _surfaces(batch)
     within = [own.take(np.flatnonzero(surface[rows] == number)) for number in range(len(names))]
     spread = [number for number in np.unique(k) if np.ptp(own.e[k == number], axis=0).max() > TIE]
     predicted, reliable, drawn = _by_decile(model, truth)
     every = Weighing(truth.log_p, model.log_p, truth.cluster)
-    left, losses = every.raw.copy(), _observers(truth)
+    left, losses = every.raw.copy(), {MODEL: own.raw, RECALIBRATED: own.left}
     left[rows] = own.left
-    losses = {MODEL: own.raw, RECALIBRATED: own.left} | {name: lost[rows] for name, lost in losses.items()}
-    follows = _follows(truth, top)
+    observers = {EVEN: np.full_like(truth.log_p, -np.log(truth.log_p.shape[1]))}
+    observers |= {name: log_p[:, -1].numpy() for name, log_p in batch.exact.trivial.items()}
+    losses |= {name: bits(kl(truth.log_p, log_p))[rows] for name, log_p in observers.items()}
+    ordered = np.sort(truth.log_p, 1)
+    clear, hit = ordered[:, -1] - ordered[:, -2] > TIE, top == likeliest
+    at_k = [(truth.k == number) & clear for number in truth.ks]
+    follows = np.array([hit[one].mean() if one.any() else 1 / p.shape[1] for one in at_k])
 
     def by_k(name: str, values: np.ndarray, unit: str, meaning: str, beside: str) -> dict[str, Labelled | None]:
         """Means at each k, with 95 % intervals over clusters."""
@@ -204,15 +201,6 @@ def weighing(batch: Batch, said: LabelPredictions) -> Weighing:
     return Weighing(truth.log_p[truth.observed], said.log_p[truth.observed], truth.cluster[truth.observed])
 
 
-def last_shown(batch: Batch) -> np.ndarray:
-    """[prompt label] 1 for the label of the last observation; 0 for all without any."""
-    last = np.zeros(batch.exact.predictive[:, -1].shape)
-    for row, seen in zip(last, batch.columns["seen"], strict=True):
-        if seen:
-            row[int(seen[-1])] = 1
-    return last
-
-
 def _resolution(w: Weighing, at: Any = slice(None)) -> float:
     return resolution(w.left[at], w.even[at])
 
@@ -226,31 +214,6 @@ def _shuffled(own: Weighing, groups: np.ndarray, seed: int) -> np.ndarray:
     group = np.unique(groups, axis=0, return_inverse=True)[1].ravel()
     orders = exchanged(group, EXCHANGES, np.random.default_rng([seed, 23]))
     return 1 - own.left_of(orders).sum(1) / own.even.sum()
-
-
-def _unheard(h: Estimate, mass: float) -> Estimate:
-    """The estimate of a model that gives the answers less than half of its probability: it is not ruled out."""
-    excluded = h.excess.p_excluded < ALPHA and (h.rule.equivalence or h.p >= ALPHA)
-    return (
-        replace(h, lacks=(f"the answers have {mass:.0%} of the probability: below half nothing is ruled out",))
-        if h.claim and excluded
-        else h
-    )
-
-
-def _observers(truth: ExactAnswers) -> dict[str, np.ndarray]:
-    """[prompt] KL(exact || observer) in bits of an even answer and of each observer that does not infer, by name."""
-    answers = {name: log_p[:, -1].numpy() for name, log_p in truth.batch.exact.trivial.items()}
-    answers = {EVEN: np.full_like(truth.log_p, -np.log(truth.log_p.shape[1]))} | answers
-    return {name: bits(kl(truth.log_p, log_p)) for name, log_p in answers.items()}
-
-
-def _follows(truth: ExactAnswers, top: np.ndarray) -> np.ndarray:
-    """[k] share of the prompts without a tie in which `top` is the exact answer's likeliest; 1 / K where all are."""
-    ordered = np.sort(truth.log_p, 1)
-    clear, hit = ordered[:, -1] - ordered[:, -2] > TIE, top == truth.log_p.argmax(1)
-    at = [(truth.k == number) & clear for number in truth.ks]
-    return np.array([hit[one].mean() if one.any() else 1 / truth.log_p.shape[1] for one in at])
 
 
 def _surfaces(batch: Batch) -> tuple[tuple[str, ...], np.ndarray, bool]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ from llmgeom.probes.evidence.predictions import (
     LABELS,
     MAIN,
     ExactAnswers,
+    Read,
     label_ids,
     label_words,
 )
@@ -54,21 +55,23 @@ def rows_of_labels(subject: Model, captures: Mapping[str, Capture]) -> dict[str,
 
 
 @dataclass(frozen=True)
-class LabelCoordinates:
+class Coordinates:
     """Label-aligned coordinates of one model.
 
     Attributes:
         along: [depth prompt label] z_j = x . (u_j - mean of the prompt's u) / |x|, x the residual stream of the last
             token at each depth (the input of each layer, then the output of the last), u_j the row of the output
             embedding of the prompt's label j.
+        stream: [depth prompt d_model] the residual stream itself; empty where nothing reads it.
         embedding: the labels' rows of the output embedding, as `rows_of_labels` returns them.
     """
 
     along: np.ndarray
+    stream: np.ndarray = field(default_factory=lambda: np.empty((0, 0, 0)))
     embedding: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
-def collect(captures: Mapping[str, Capture], embedding: Mapping[str, np.ndarray]) -> LabelCoordinates:
+def collect(captures: Mapping[str, Capture], embedding: Mapping[str, np.ndarray]) -> Coordinates:
     """Coordinates from the main sample's capture and the labels' rows of the output embedding."""
     capture = captures[MAIN]
     place = np.searchsorted(embedding["ids"], capture.observed("labels.ids").numpy())
@@ -79,7 +82,7 @@ def collect(captures: Mapping[str, Capture], embedding: Mapping[str, np.ndarray]
         x = layer.double().numpy()
         size = np.linalg.norm(x, axis=1, keepdims=True)
         along.append(np.einsum("pd,pld->pl", x / np.where(size > 0, size, 1), rows))
-    return LabelCoordinates(np.stack(along), embedding)
+    return Coordinates(np.stack(along), embedding=embedding)
 
 
 NEEDS = Needs(
@@ -101,29 +104,7 @@ def measure(data: ProbeInput) -> Result:
     return measure_belief(data.capture.batch, data.observations, Read.of(data, collect), data.seed)
 
 
-@dataclass(frozen=True)
-class Read:
-    """The prompts that controls read, and the coordinates there of the model, of its controls, and without context."""
-
-    batch: Batch
-    model: Any
-    untrained: Sequence[Any] = ()
-    without: Any = None
-
-    @classmethod
-    def of(cls, data: ProbeInput, collect: Callable[..., Any]) -> Read:
-        """From the input of a probe; `collect` makes coordinates from captures and the embedding of the labels."""
-        read, embedding = data.null_subset, data.observations.embedding
-        cut = read.no_context
-        return cls(
-            read.capture.batch,
-            collect({MAIN: read.capture}, embedding),
-            data.control_observations,
-            None if cut is None else collect({MAIN: cut}, embedding),
-        )
-
-
-def measure_belief(batch: Batch, model: LabelCoordinates, read: Read, seed: int) -> Result:
+def measure_belief(batch: Batch, model: Coordinates, read: Read, seed: int) -> Result:
     """`measure` from the coordinates of the model on a batch, and those on the prompts that controls read."""
     truth, of_read = ExactAnswers(batch), ExactAnswers(read.batch)
     if truth.k.max() < 2:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from llmgeom.probe import Batch, Capture, ProbeInput, Site, UserError
 from llmgeom.probes.evidence import belief
+from llmgeom.probes.evidence.belief import Coordinates
 from llmgeom.probes.evidence.depths import ByDepth, Ridge
-from llmgeom.probes.evidence.predictions import MAIN, ExactAnswers
+from llmgeom.probes.evidence.predictions import MAIN, ExactAnswers, Read
 from llmgeom.result import Result
 from llmgeom.stats.shared_line import Line, blocks
 
@@ -26,27 +27,12 @@ MEANINGS = {
 }
 
 
-@dataclass(frozen=True)
-class Coordinates:
-    """Label-aligned coordinates and residual stream of one model, at the last token of each prompt.
-
-    Attributes:
-        along: [depth prompt label] label-aligned coordinates (`belief.LabelCoordinates`).
-        stream: [depth prompt d_model] the residual stream; empty if the process has no hidden chains.
-        embedding: as `belief.rows_of_labels` returns it.
-    """
-
-    along: np.ndarray
-    stream: np.ndarray
-    embedding: Mapping[str, np.ndarray] = field(default_factory=dict)
-
-
 def collect(captures: Mapping[str, Capture], embedding: Mapping[str, np.ndarray]) -> Coordinates:
-    """Coordinates and stream from the main sample's capture and the labels' rows of the output embedding."""
-    along, capture = belief.collect(captures, embedding).along, captures[MAIN]
+    """Those of `belief.collect`; if the process has hidden chains, with the residual stream."""
+    found, capture = belief.collect(captures, embedding), captures[MAIN]
     if hidden(capture.batch)[1] is None:
-        return Coordinates(along, np.empty((len(along), along.shape[1], 0)), embedding)
-    return Coordinates(along, np.stack([x.float().numpy() for x in capture.layers(Site.RESIDUAL)]), embedding)
+        return found
+    return replace(found, stream=np.stack([x.float().numpy() for x in capture.layers(Site.RESIDUAL)]))
 
 
 NEEDS = replace(belief.NEEDS, collect=collect)
@@ -54,10 +40,10 @@ NEEDS = replace(belief.NEEDS, collect=collect)
 
 def measure(data: ProbeInput) -> Result:
     """R2 at every depth, of the model and its controls. Raises UserError for answers that hardly vary at equal k."""
-    return measure_simplex(data.capture.batch, data.observations, belief.Read.of(data, collect), data.seed)
+    return measure_simplex(data.capture.batch, data.observations, Read.of(data, collect), data.seed)
 
 
-def measure_simplex(batch: Batch, model: Coordinates, read: belief.Read, seed: int) -> Result:
+def measure_simplex(batch: Batch, model: Coordinates, read: Read, seed: int) -> Result:
     """`measure` from the coordinates of the model on a batch, and those on the prompts that controls read."""
     truth, of_read = ExactAnswers(batch), ExactAnswers(read.batch)
     rows, k, cluster = truth.observed, truth.k[truth.observed], truth.cluster[truth.observed]

@@ -100,11 +100,15 @@ class Ridge:
 
     def r2(self, x: Float[np.ndarray, "row coordinate"]) -> float:
         """1 - squared error over the squared spread within strata, all columns together."""
-        return self._r2(self._predicted(x, self.y), np.arange(len(self.y)))
+        return self.subset_r2(x, np.arange(len(self.y)))
 
     def subset_r2(self, x: np.ndarray, rows: np.ndarray) -> float:
         """R2 of a subset of rows, with predictions fitted to all rows of other blocks."""
-        return self._r2(self._stored(x), rows)
+        last = self._last
+        if not last or last[0] is not x:
+            last[:] = x, self._predicted(x, self.y)
+        y = self.y[rows]
+        return float(1 - np.square(y - last[1][rows]).sum() / np.square(y).sum())
 
     def exchanged_r2(self, x: np.ndarray, orders: Int[np.ndarray, "draw row"]) -> Float[np.ndarray, " draw"]:
         """R2 for each order, where row r takes the target of row order[r]."""
@@ -112,17 +116,7 @@ class Ridge:
         missed = np.square(columns - self._predicted(x, columns)).sum(0).reshape(len(orders), -1).sum(1)
         return 1 - missed / np.square(self.y).sum()
 
-    def _stored(self, x: np.ndarray) -> np.ndarray:
-        last = self._last
-        if not last or last[0] is not x:
-            last[:] = x, self._predicted(x, self.y)
-        return last[1]
-
     @cached_property
     def _last(self) -> list[np.ndarray]:
         """The last coordinates and their predictions, since a jackknife repeats the same coordinates many times."""
         return []
-
-    def _r2(self, prediction: np.ndarray, rows: np.ndarray) -> float:
-        y = self.y[rows]
-        return float(1 - np.square(y - prediction[rows]).sum() / np.square(y).sum())

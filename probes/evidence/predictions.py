@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -136,6 +136,23 @@ class ExactAnswers:
         belief = self.batch.exact.belief
         assert belief is not None  # label sequences always have one
         return belief[:, -1].numpy()
+
+
+@dataclass(frozen=True)
+class Read:
+    """The prompts that controls read, and what is measured there of the model, of its controls, and without context."""
+
+    batch: Batch
+    model: Any
+    untrained: Sequence[Any] = ()
+    without: Any = None
+
+    @classmethod
+    def of(cls, data: ProbeInput, collect: Callable[..., Any]) -> Read:
+        """From the input of a probe; `collect` makes coordinates from captures and the embedding of the labels."""
+        read, embedding = data.null_subset, data.observations.embedding
+        cut = None if read.no_context is None else collect({MAIN: read.no_context}, embedding)
+        return cls(read.capture.batch, collect({MAIN: read.capture}, embedding), data.control_observations, cut)
 
 
 def by_sample(
