@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float
 
 from llmgeom.claims import Null, declared, estimate, planned
-from llmgeom.probe import UNTRAINED, WHOLE, Batch, Capture, Model, Needs, ProbeInput, Site, UserError, exact_answers
+from llmgeom.probe import UNTRAINED, WHOLE, Batch, Model, Needs, ProbeInput, Site, UserError, exact_answers
 from llmgeom.probes.shared.matrices import input_at_rows
 from llmgeom.probes.shared.nulls import null_band
 from llmgeom.result import Estimate, Labelled, Result, labelled, line
@@ -203,23 +203,16 @@ def measure(view: ProbeInput) -> Result:
             f"all {queries} queries are within the {horizon.queries} that a loss was on: nothing lies past the "
             "horizon; name longer sequences of the task with --task, e.g. hmm:steps=24"
         )
-    model, *untrained = (_divergence(capture, n) for capture in (sample.capture, *sample.untrained))
+    p, position = exact.predictive.double(), sample.capture.position.numpy()
+    model, *untrained = (  # [sequence query] over the whole vocabulary
+        bits(kl(p, capture.log_probs[:, list(exact.outcomes)].double())).view(n, -1).numpy()
+        for capture in (sample.capture, *sample.untrained)
+    )
     if not np.isfinite(model).all():
         sequence, query = np.argwhere(~np.isfinite(model))[0] + 1
         raise UserError(f"the model is infinitely far from the exact answer at query {query} of sequence {sequence}")
-    trivial = _trivial(sample.capture).reshape(n, queries)
+    # What a look-up of the last observation reaches at best.
+    local = best_of_input(p.numpy(), position, input_at_rows(sample.capture).numpy(), LEAST_ALIKE)
+    trivial = bits(kl(p.numpy(), local)).reshape(n, queries)
     unknown = ["what the model was trained on is not known: the horizon is the task's own"] * (not horizon.task)
     return measure_past(model, untrained, trivial, horizon.queries, unknown)
-
-
-def _divergence(capture: Capture, n: int) -> np.ndarray:
-    """[sequence query] bits: KL(exact || model), over the whole vocabulary."""
-    exact = capture.exact
-    predicted = capture.log_probs[:, list(exact.outcomes)].double()
-    return bits(kl(exact.predictive.double(), predicted)).view(n, -1).numpy()
-
-
-def _trivial(capture: Capture) -> np.ndarray:
-    """[row] bits: KL(exact || `best_of_input`), what a look-up of the last observation reaches at best."""
-    exact, position = capture.exact.predictive.double().numpy(), capture.position.numpy()
-    return bits(kl(exact, best_of_input(exact, position, input_at_rows(capture).numpy(), LEAST_ALIKE)))

@@ -16,7 +16,7 @@ from llmgeom.errors import UserError
 from llmgeom.files import digest, write_json
 from llmgeom.model.model import Model
 from llmgeom.probes.posterior.grading import grade
-from llmgeom.probes.posterior.scores import CategoricalScores, PosteriorScores, Scores, mae_abs, mae_mean
+from llmgeom.probes.posterior.scores import CategoricalScores, PosteriorScores, Scores
 from llmgeom.progress import tell
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
@@ -116,7 +116,7 @@ def graded(scores: PosteriorScores) -> dict[str, Any]:
 
 def _means(scores: Scores, within: slice) -> dict[str, float]:
     part = scores.at(within)
-    means = {"kl": float(part.kl.mean()), "mae_abs": mae_abs(part.gap), "mae_mean": mae_mean(part.gap)}
+    means = {"kl": float(part.kl.mean()), "mae_abs": part.mae_abs, "mae_mean": part.mae_mean}
     return means | ({"accuracy": float(part.right.mean())} if isinstance(part, CategoricalScores) else {})
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -97,18 +96,18 @@ class Grades:
     """Scores of a model and of its untrained controls, each computed when it is first used.
 
     Attributes:
-        evaluation: the sequences of held-out hypotheses.
+        probe: what was read.
         own: sample -> the model's answers [sequence query form]; untrained: those of each control.
-        drawn: number of training sequences that fill a look-up table.
-        corrupt, states_held_out: what training did with these; as in `StateTable.filled`.
     """
 
-    evaluation: Evaluation
+    probe: GradeProbe
     own: Mapping[str, Tensor]
     untrained: tuple[Mapping[str, Tensor], ...]
-    drawn: int
-    corrupt: float = 0.0
-    states_held_out: bool = False
+
+    @property
+    def evaluation(self) -> Evaluation:
+        """The sequences of held-out hypotheses."""
+        return self.probe.evaluation
 
     @cached_property
     def scores(self) -> PosteriorScores:
@@ -123,8 +122,8 @@ class Grades:
     @cached_property
     def table(self) -> StateTable | None:
         """The look-up table of the states of training sequences; None without states or outcomes."""
-        what = self.corrupt, self.states_held_out
-        return StateTable.filled(self.evaluation.task, self.drawn, self.evaluation.seed, *what)
+        of, evaluation = self.probe, self.evaluation
+        return StateTable.filled(evaluation.task, of.drawn, evaluation.seed, of.corrupt, of.states_held_out)
 
     @property
     def rivals(self) -> dict[str, Scores]:
@@ -146,7 +145,9 @@ class GradeProbe:
         ask: the function that measures the grades.
         observer: reduces logits to answers; all probes of a run share one, so that it runs once.
         seen: whether the probe also reads sequences of seen hypotheses.
-        drawn, corrupt, states_held_out: as in `Grades`; the targets of `evaluation` may be true ones all the same.
+        drawn: number of training sequences that fill a look-up table.
+        corrupt, states_held_out: what training did with these, as in `StateTable.filled`; the targets of `evaluation`
+            may be true ones all the same.
     """
 
     evaluation: Evaluation
@@ -163,16 +164,14 @@ class GradeProbe:
             controls=frozenset({UNTRAINED}),
             samples=(SEEN,) * self.seen,
             observers=(self.observer,),
-            collect=self._answers,
+            collect=lambda captures, _: {
+                name: observed_answers(captures[name]) for name in (MAIN, *[SEEN] * self.seen)
+            },
         )
-
-    def _answers(self, captures: Mapping[str, Capture], _: Any) -> dict[str, Tensor]:
-        return {name: observed_answers(captures[name]) for name in (MAIN, *[SEEN] * self.seen)}
 
     def measure(self, data: ProbeInput) -> Result:
         """Raises UserError if the question has no answer on this task or for this model."""
-        read = data.observations, data.control_observations
-        return self.ask(Grades(self.evaluation, *read, self.drawn, self.corrupt, self.states_held_out))
+        return self.ask(Grades(self, data.observations, data.control_observations))
 
 
 NAME = "answers"

@@ -20,7 +20,7 @@ from llmgeom.probes.length_generalisation import (
     numbered,
 )
 from llmgeom.probes.posterior.grading import MAIN, SEEN, Grades, StateTable
-from llmgeom.probes.posterior.scores import LAST, CategoricalScores, GaussianScores, PosteriorScores, mae_abs, mae_mean
+from llmgeom.probes.posterior.scores import LAST, CategoricalScores, GaussianScores, PosteriorScores
 from llmgeom.result import Estimate, Result, labelled, line
 from llmgeom.stats.rare_failures import Cut
 from llmgeom.stats.resampling import jackknife_of_means, mean_intervals
@@ -81,9 +81,9 @@ def distance(probe: str, notes: Sequence[str], grades: Grades) -> Result:
                    interval=("sequences", mean_intervals(tv.T))),
             **line("predictor", means, "predictor", unit, "KL(exact || predictor)", interval=("sequences", spans)),
             "predictor_mae_abs": labelled(
-                [mae_abs(x.gap) for x in every], "predictor", unit, "mae_abs of each predictor"),
+                [x.mae_abs for x in every], "predictor", unit, "mae_abs of each predictor"),
             "predictor_mae_mean": labelled(
-                [mae_mean(x.gap) for x in every], "predictor", unit, "mae_mean of each predictor"),
+                [x.mae_mean for x in every], "predictor", unit, "mae_mean of each predictor"),
         },
         __name__,
         estimates=(
@@ -267,8 +267,9 @@ def memory(notes: Sequence[str], grades: Grades) -> Result:
     shown = replace(evaluation, split="seen")
     out, known = scores.own.kl[:, scores.within], shown.scores(grades.own[SEEN]).kl[:, scores.within]
     require_skill(known, scores)
-    for rival in grades.rivals.values():
-        require_useless(grades.table, rival.kl, scores)
+    for rival in grades.rivals.values():  # a model that is such a table would pass "nothing was memorised"
+        if why := useful(grades.table, rival.kl, scores):
+            raise UserError(f"memorisable: {why}")
     controls = [shown.scores(forms[SEEN]).kl[:, scores.within].mean(1) for forms in grades.untrained]
     interval, said = ("sequences", mean_intervals(out.T)), "KL on held-out hypotheses, mean over sequences"
     return Result.of(
@@ -351,12 +352,6 @@ def require_skill(seen: Float[np.ndarray, "*at"], scores: PosteriorScores) -> No
             "without inference held-out evidence is answered as badly as seen evidence, with or "
             "without memorisation"
         )
-
-
-def require_useless(table: StateTable | None, kl: Float[np.ndarray, "sequence query"], scores: PosteriorScores) -> None:
-    """Raise UserError if the table is `useful`: a model that is such a table would pass "nothing was memorised"."""
-    if why := useful(table, kl, scores):
-        raise UserError(f"memorisable: {why}")
 
 
 def skill_of(kl: Float[np.ndarray, "*at"], scores: PosteriorScores) -> float:

@@ -42,6 +42,16 @@ class Scores:
         """[sequence query] H_predictor - H_exact."""
         return self.entropy - self.exact
 
+    @property
+    def mae_abs(self) -> float:
+        """Mean over sequences and queries of |H_predictor - H_exact|, bits."""
+        return float(np.abs(self.gap).mean())
+
+    @property
+    def mae_mean(self) -> float:
+        """Mean over queries of |mean H_predictor - mean H_exact|, bits: at most mae_abs."""
+        return float(np.abs(self.gap.mean(0)).mean())
+
     def at(self, queries: slice) -> Self:
         """The scores of a subset of queries."""
         return replace(self, **{f.name: getattr(self, f.name)[:, queries] for f in fields(self)})
@@ -82,17 +92,12 @@ def score(task: World, batch: Batch, form: Tensor) -> Scores:
         return GaussianScores(kl, entropy, entropy_exact, residual.numpy())
     outcomes = len(answers.tokens)
     right = form[..., :outcomes].argmax(-1) == target
-    tally = _tally(exact[..., :outcomes].exp(), form[..., :outcomes].exp(), target)
-    leaked = form[..., outcomes].exp()
+    leaked, predicted = form[..., outcomes].exp(), form[..., :outcomes].exp()
+    drawn = torch.nn.functional.one_hot(target, outcomes).double()
+    place, empty = (predicted * BINS).long().clamp(max=BINS - 1), torch.zeros(*target.shape, BINS, dtype=torch.float64)
+    columns = (predicted, exact[..., :outcomes].exp(), drawn, torch.ones_like(predicted))
+    tally = torch.stack([empty.scatter_add(-1, place, x) for x in columns], -1)
     return CategoricalScores(kl, entropy, entropy_exact, right.double().numpy(), leaked.numpy(), tally.numpy())
-
-
-def _tally(exact: Tensor, predicted: Tensor, target: Tensor) -> Tensor:
-    drawn = torch.nn.functional.one_hot(target, exact.shape[-1]).double()
-    place = (predicted * BINS).long().clamp(max=BINS - 1)
-    empty = torch.zeros(*target.shape, BINS, dtype=torch.float64)
-    columns = (predicted, exact, drawn, torch.ones_like(predicted))
-    return torch.stack([empty.scatter_add(-1, place, x) for x in columns], -1)
 
 
 @dataclass(frozen=True)
@@ -127,13 +132,13 @@ class PosteriorScores:
 
     @property
     def mae_abs(self) -> float:
-        """Mean over sequences and queries of |H_model - H_exact|, bits."""
-        return mae_abs(self.own.gap[:, self.within])
+        """That of the model within the horizon."""
+        return self.own.at(self.within).mae_abs
 
     @property
     def mae_mean(self) -> float:
-        """Mean over queries of |mean H_model - mean H_exact|, bits: at most mae_abs."""
-        return mae_mean(self.own.gap[:, self.within])
+        """That of the model within the horizon."""
+        return self.own.at(self.within).mae_mean
 
     @property
     def as_exact(self) -> tuple[str, ...]:
@@ -166,16 +171,6 @@ def as_exact(trivial: Mapping[str, Scores], trained: int) -> tuple[str, ...]:
     return tuple(name for name, x in trivial.items() if x.kl[:, :trained].mean() < AS_EXACT)
 
 
-def mae_abs(gap: np.ndarray) -> float:
-    """Mean of |gap|."""
-    return float(np.abs(gap).mean())
-
-
-def mae_mean(gap: np.ndarray) -> float:
-    """Mean over queries of |mean over sequences of the gap|."""
-    return float(np.abs(gap.mean(0)).mean())
-
-
 def evaluation_batch(task: World, n: int, seed: int, split: Split, corrupt: float = 0.0) -> Batch:
     """A batch of n evaluation sequences.
 
@@ -196,38 +191,6 @@ def evaluation_batch(task: World, n: int, seed: int, split: Split, corrupt: floa
         target=corrupt_targets(batch.target, corrupt, len(task.answers.tokens), seeded("grade/corrupt", seed)),
         posterior=Posterior(corrupt_predictive(batch.exact.predictive, corrupt)),
     )
-
-
-def trivial_answers(task: World, batch: Batch, trained: int, seed: int, corrupt: float = 0.0) -> dict[str, Tensor]:
-    """Answers of predictors that do not infer, by name, each in the task's form [sequence query form].
-
-    They are the task's own predictors; position, the mean exact answer at each query over other sequences; constant,
-    that mean over the trained queries, which no constant beats; and uniform over outcomes. If the other sequences lack
-    an outcome, the uniform answer enters the mean once, so that the mean excludes nothing.
-    """
-
-    def form(log_predictive: Tensor) -> Tensor:
-        return task.answers.exact(corrupt_predictive(log_predictive, corrupt) if corrupt else log_predictive).double()
-
-    others = task.draw_split(len(batch), seeded("grade/constant", seed)).inputs
-    means, even = form(task.log_predictive(others)), {}
-    if isinstance(task.answers, Categorical):
-        even["uniform"] = form(uniform(others[:1], len(task.query), len(task.answers.tokens)))
-
-    def mean(queries: slice, dims: tuple[int, ...]) -> Tensor:
-        average = task.answers.mean(means[:, queries], dims)
-        if not even or torch.isfinite(average[..., :-1]).all():
-            return average
-        return task.answers.mean(torch.cat([means, *even.values()])[:, queries], dims)
-
-    answers = {
-        **{name: form(x) for name, x in task.trivial(batch.tokens.data).items()},
-        "position": mean(slice(None), (0,)),
-        "constant": mean(slice(trained), (0, 1)),
-        **even,
-    }
-    shape = (len(batch), len(task.query), means.shape[-1])
-    return {name: x.expand(shape) for name, x in answers.items()}
 
 
 @dataclass(frozen=True)
@@ -253,9 +216,33 @@ class Evaluation:
 
     @cached_property
     def trivial(self) -> dict[str, Scores]:
-        """Name -> scores of each trivial predictor, infinite divergences included."""
-        answers = trivial_answers(self.task, self.batch, self.trained, self.seed, self.corrupt)
-        return {name: self.scores(form) for name, form in answers.items()}
+        """Name -> scores of predictors that do not infer, infinite divergences included.
+
+        They are the task's own predictors; position, the mean exact answer at each query over other sequences;
+        constant, that mean over the trained queries, which no constant beats; and uniform over outcomes. If the other
+        sequences lack an outcome, the uniform answer enters the mean once, so that the mean excludes nothing.
+        """
+        task = self.task
+
+        def form(log_predictive: Tensor) -> Tensor:
+            mixed = corrupt_predictive(log_predictive, self.corrupt) if self.corrupt else log_predictive
+            return task.answers.exact(mixed).double()
+
+        others = task.draw_split(len(self.batch), seeded("grade/constant", self.seed)).inputs
+        means, even = form(task.log_predictive(others)), {}
+        if isinstance(task.answers, Categorical):
+            even["uniform"] = form(uniform(others[:1], len(task.query), len(task.answers.tokens)))
+
+        def mean(queries: slice, dims: tuple[int, ...]) -> Tensor:
+            average = task.answers.mean(means[:, queries], dims)
+            if not even or torch.isfinite(average[..., :-1]).all():
+                return average
+            return task.answers.mean(torch.cat([means, *even.values()])[:, queries], dims)
+
+        answers = {name: form(x) for name, x in task.trivial(self.batch.tokens.data).items()}
+        answers |= {"position": mean(slice(None), (0,)), "constant": mean(slice(self.trained), (0, 1)), **even}
+        shape = (len(self.batch), len(task.query), means.shape[-1])
+        return {name: self.scores(x.expand(shape)) for name, x in answers.items()}
 
     @property
     def finite(self) -> dict[str, Scores]:
