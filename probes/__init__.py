@@ -33,24 +33,9 @@ def check(only: Iterable[str]) -> tuple[str, ...]:
     return only
 
 
-def chosen(only: tuple[str, ...] | None, *, prompts: bool = True) -> tuple[str, ...]:
-    """The probes that a command measures: `only` these, or with ("all",) every one. The default on prompts leaves out
-    probes that declare ON_REQUEST. Raises UserError as `check`."""
-    if only not in (None, ("all",)):
-        return check(only)
-    return tuple(name for name in names() if only or not prompts or not on_request(name))
-
-
-def on_request(name: str) -> bool:
-    """Whether a probe runs on prompts only if named: its source sets ON_REQUEST = True, because it costs more than the
-    rest of a scan together. Reads the file; imports nothing."""
-    path = next(path for folder in __path__ if (path := Path(folder) / f"{name}.py").is_file())
-    return "\nON_REQUEST = True" in path.read_text(encoding="utf-8")
-
-
-def left_out() -> tuple[str, ...]:
-    """The probes that a scan of prompts measures only if they are named; see `on_request`."""
-    return tuple(name for name in names() if on_request(name))
+def chosen(only: tuple[str, ...] | None) -> tuple[str, ...]:
+    """The probes that a command measures: `only` these, or every one. Raises UserError as `check`."""
+    return names() if only in (None, ("all",)) else check(only)
 
 
 def known(only: Iterable[str] | None = None) -> dict[str, Any]:

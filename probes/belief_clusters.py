@@ -135,7 +135,9 @@ class Spaces:
     @classmethod
     def of(cls, x: np.ndarray, readout: np.ndarray, label: np.ndarray, exchanged: np.ndarray) -> Spaces:
         """The groups of final states x [row d_model] with labels [row], and with exchanged labels [draw row]."""
-        distance = {name: _distance(states) for name, states in _spaces(x, readout).items()}
+        distance = {name: distances(states) for name, states in _spaces(x, readout).items()}
+        # Exactly 0 for equal rows: rounding errors of 1e-16 in squares are 1e-8 after the root.
+        distance = {name: np.where(d > 1e-6 * d.max(), d, 0) for name, d in distance.items()}
         by_space = {name: Grouped(d, label) for name, d in distance.items()}
         return cls(by_space, [Grouped(distance[BEYOND], other) for other in exchanged])
 
@@ -150,12 +152,21 @@ class Spaces:
 def measure(view: ProbeInput) -> Result:
     """Silhouettes in three spaces with their nulls.
 
-    Raises UserError for fewer than two groups, too few clusters, or a read-out that takes all directions.
+    Raises UserError for fewer than two groups, groups that are those of the final token, too few clusters, or a
+    read-out that takes all directions.
     """
     sample, read = view.samples.get(WHOLE, view), view.observations
     exact = sample.capture.batch.posterior is not None
     groups = _believed(sample.capture) if exact else _grouped(sample.capture, read["labels"])
-    _check(groups, exact)
+    if (count := len(set(groups.label))) < 2:
+        what = "state or outcome is the likeliest" if exact else "next token is the model's likeliest"
+        raise UserError(f"{count or 'no'} {what} in {LEAST} rows or more; clusters need two such groups: raise --n")
+    if groups.movable < MOVABLE:
+        raise UserError(
+            f"only {groups.movable:.0%} of the rows can be compared with a row of another group that has the same "
+            f"final token, and {MOVABLE:.0%} are needed: otherwise belief clusters cannot be distinguished from "
+            "token clusters; give more prompts with the same final token"
+        )
     exchanged = groups.exchanged(view.seed)
     rows_read = read["rows"] if exact else read["rows"][np.isin(read["tokens"], groups.label)]
 
@@ -216,19 +227,6 @@ def measure(view: ProbeInput) -> Result:
     )
 
 
-def _check(groups: Groups, exact: bool) -> None:
-    """Raises UserError for fewer than two groups, or for groups that are those of the final token."""
-    if (count := len(set(groups.label))) < 2:
-        what = "state or outcome is the likeliest" if exact else "next token is the model's likeliest"
-        raise UserError(f"{count or 'no'} {what} in {LEAST} rows or more; clusters need two such groups: raise --n")
-    if groups.movable < MOVABLE:
-        raise UserError(
-            f"only {groups.movable:.0%} of the rows can be compared with a row of another group that has the same "
-            f"final token, and {MOVABLE:.0%} are needed: otherwise belief clusters cannot be distinguished from "
-            "token clusters; give more prompts with the same final token"
-        )
-
-
 def _believed(capture: Capture) -> Groups:
     """Rows of a task grouped by the likeliest state or outcome of the exact posterior."""
     exact, n = capture.exact, len(capture.batch)
@@ -256,12 +254,6 @@ def _grouped(capture: Capture, label: np.ndarray) -> Groups:
     notes = [f"{small} rows are left out, whose group has fewer than {LEAST}"] * bool(small)
     cluster = np.asarray(capture.batch.cluster)[capture.prompt.numpy()[rows]]
     return Groups(rows, label[rows], cluster, cell, tuple(notes))
-
-
-def _distance(x: np.ndarray) -> np.ndarray:
-    """[row row] distances, exactly 0 for equal rows: rounding errors of 1e-16 in squares are 1e-8 after the root."""
-    distance = distances(x)
-    return np.where(distance > 1e-6 * distance.max(), distance, 0)
 
 
 def _spaces(x: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:

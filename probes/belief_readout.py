@@ -27,7 +27,7 @@ from llmgeom.probe import (
     UserError,
 )
 from llmgeom.probes.shared.belief_geometry import OF_ALL, measure_belief, some_sequences
-from llmgeom.probes.shared.matrices import input_at_rows
+from llmgeom.probes.shared.matrices import captured, input_at_rows
 from llmgeom.probes.shared.nulls import Statistic, compare, null_band
 from llmgeom.probes.shared.softmax_probe import read
 from llmgeom.result import Estimate, Labelled, Result, labelled, line
@@ -131,7 +131,7 @@ def _read_out(view: ProbeInput) -> Result:
     base = missed([torch.zeros_like(inputs), inputs])
     if base[0].mean() < 1e-6:
         raise UserError("the position alone determines the posterior: a residual stream can add nothing")
-    stream, split, draws = _stream(capture, chosen), _writes(capture), max(len(whole.untrained), 1)
+    stream, split, draws = _stream(capture, chosen), captured(capture, Site.ATTN_OUT), max(len(whole.untrained), 1)
     model, untrained = missed(stream), [missed(_stream(control, chosen)) for control in whole.untrained]
     no_context = None if whole.no_context is None else missed(_stream(whole.no_context, chosen))
     others = torch.stack([log_p[_exchanged(capture, chosen, [view.seed, draw])] for draw in range(draws)])
@@ -143,6 +143,10 @@ def _read_out(view: ProbeInput) -> Result:
     def of_fall(statistic: Statistic) -> Statistic:
         """The statistic divided by the model's own fall on the same rows."""
         return lambda missed, rows: statistic(missed, rows) / _fall(model, rows)
+
+    def over_mlps(missed: np.ndarray, rows: Any) -> float:
+        """Fall in bits from after attention to residual out, summed over layers; missed [site row]."""
+        return float((missed[1::2, rows] - missed[2::2, rows]).mean(1).sum())
 
     def metric(name: str, statistic: Statistic, *nulls: Null) -> Estimate:
         without = None if no_context is None else (model, no_context, clusters)
@@ -158,7 +162,7 @@ def _read_out(view: ProbeInput) -> Result:
         )
     else:
         if split:
-            estimates.append(metric(SHARE, of_fall(_over_mlps), Null.half()))
+            estimates.append(metric(SHARE, of_fall(over_mlps), Null.half()))
         if len(model) > LEAST_STEPS:
             estimates.append(metric(GRADUAL, of_fall(_outside), Null.half()))
     if not split:
@@ -234,15 +238,11 @@ def _stream(capture: Capture, rows: Tensor) -> list[Tensor]:
     """[row d_model] of each site in order: the input of each layer (if known, also after attention's write), and the
     output of the last."""
     stream = [x[rows].double() for x in capture.layers(Site.RESIDUAL)]
-    if not _writes(capture):
+    if not captured(capture, Site.ATTN_OUT):
         return stream
     writes = [x[rows].double() for x in capture.layers(Site.ATTN_OUT)]
     pairs = zip(stream[:-1], writes, strict=True)
     return [site for x, write in pairs for site in (x, x + write)] + stream[-1:]
-
-
-def _writes(capture: Capture) -> bool:
-    return any(site is Site.ATTN_OUT for site, _ in capture.tensors)
 
 
 def _exchanged(capture: Capture, rows: Tensor, seed: list[int]) -> Tensor:
@@ -260,11 +260,6 @@ def _exchanged(capture: Capture, rows: Tensor, seed: list[int]) -> Tensor:
 def _fall(missed: np.ndarray, rows: np.ndarray) -> float:
     """Fall in bits from the first site to the last; missed [site row]."""
     return float((missed[0, rows] - missed[-1, rows]).mean())
-
-
-def _over_mlps(missed: np.ndarray, rows: np.ndarray) -> float:
-    """Fall in bits over the MLPs (from after attention to residual out), summed over layers; missed [site row]."""
-    return float((missed[1::2, rows] - missed[2::2, rows]).mean(1).sum())
 
 
 def _outside(missed: np.ndarray, rows: np.ndarray) -> float:

@@ -57,12 +57,19 @@ def measure(view: ProbeInput) -> Result:
             source has no such part.
     """
     geometry = cache(lambda: measure_geometry(view, Site.VALUE, CLAIMS))
+
+    def write() -> Result:
+        if not captured(view.capture, Site.ATTN_OUT):
+            raise Unavailable("the module that writes attention to the residual stream is unknown in this model")
+        fields, said, *_ = measure_geometry(view, Site.ATTN_OUT, CLAIMS, CALLED)
+        return Result.of("attn_out", fields, **said)
+
     parts: dict[str, Result] = {}
     reasons: dict[str, UserError] = {}
     notes: list[str] = []
     warnings = unequal(view.capture.batch.cluster)
     for prefix, name, part in (
-        (WRITE, "attn_out", lambda: _write(view)),
+        (WRITE, "attn_out", write),
         ("", "values", lambda: _values(view, *geometry()[:2])),
         (DOMAIN, "domain restriction", lambda: measure_gain(view, *geometry()[2:])),
     ):
@@ -75,13 +82,6 @@ def measure(view: ProbeInput) -> Result:
     if not parts:
         raise reasons["values"]
     return Result.joined("Value manifold", parts, __name__, warnings=warnings, notes=notes)
-
-
-def _write(view: ProbeInput) -> Result:
-    if not captured(view.capture, Site.ATTN_OUT):
-        raise Unavailable("the module that writes attention to the residual stream is unknown in this model")
-    fields, said, *_ = measure_geometry(view, Site.ATTN_OUT, CLAIMS, CALLED)
-    return Result.of("attn_out", fields, **said)
 
 
 def _values(view: ProbeInput, fields: Mapping[str, Labelled | None], said: Mapping[str, Any]) -> Result:
@@ -176,13 +176,20 @@ def measure_gain(view: ProbeInput, domain: np.ndarray, untrained: np.ndarray) ->
     final = bool((view.capture.position == view.capture.lengths[view.capture.prompt] - 1).all())
     name, counts = str(view.capture.batch.source.get("name", "the domain")), sample.capture.batch.source["as_diverse"]
     read = "final tokens" if final else "tokens at the positions read"
+    # How diverse the samples are; a mismatch of more than a tenth stands first.
+    lists = {key: "{}, {} and {}".format(*counts[key]) for key in ("wanted", "reached", "start")}
+    far = any(abs(have - want) > 0.1 * want for want, have in zip(counts["wanted"], counts["reached"], strict=True))
+    diversity = (
+        f"{f'mixed prompts as diverse as {name} were not found; ' if far else ''}different tokens, different {read} "
+        f"and templates: {name} {lists['wanted']}; {MATCHED} {lists['reached']}; before the search {lists['start']}"
+    )
     band = null_band({UNTRAINED: null}, claim.side)
     said, null = "gain in PC1+PC2 share over mixed prompts as diverse", ("the gain of untrained copies", band)
     return Result.of(
         "Domain restriction",
         line("pc12", gains, "layer", "fraction", said, null=null),
         estimates=(found,),
-        notes=(_diversity(name, counts, read),),
+        notes=(diversity,),
     )
 
 
@@ -212,15 +219,4 @@ def gain_interval(domain: tuple[float, Interval], mixed: tuple[float, Interval])
         own_domain.level,
         f"{own_domain.method.split(',')[0]}, and {groups} of mixed prompts",
         min(own_domain.units, over_mixed.units),
-    )
-
-
-def _diversity(name: str, counts: Mapping[str, Sequence[int]], read: str) -> str:
-    """A note on the diversity of the samples, from their source; it starts with a mismatch of more than a tenth."""
-    wanted, reached = counts["wanted"], counts["reached"]
-    far = any(abs(have - want) > 0.1 * want for want, have in zip(wanted, reached, strict=True))
-    lists = {key: "{}, {} and {}".format(*counts[key]) for key in ("wanted", "reached", "start")}
-    return (
-        f"{f'mixed prompts as diverse as {name} were not found; ' if far else ''}different tokens, different {read} "
-        f"and templates: {name} {lists['wanted']}; {MATCHED} {lists['reached']}; before the search {lists['start']}"
     )

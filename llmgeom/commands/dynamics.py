@@ -101,7 +101,7 @@ def perform(settings: RunConfig) -> tuple[Path, Record]:
     runs = comparable(runs)
     if runs[0].task:
         settings.refuse_unread(("domain",), f"runs of {runs[0].task}")
-    modules = probes.known(probes.chosen(settings.probes, prompts=not runs[0].task))
+    modules = probes.known(probes.chosen(settings.probes))
     inputs = Inputs(runs[0].task, settings.domain, settings.n, settings.seed)
     spec = study_spec(runs, inputs, list(modules), settings.nulls, settings.dtype)
     out = _out(settings, spec)

@@ -72,13 +72,12 @@ def architectures() -> Iterator[str]:
 
 def probes() -> Iterator[str]:
     """Probes of a scan."""
-    from llmgeom.probes import known, on_request
+    from llmgeom.probes import known
 
     every = known()
     width = max(map(len, every)) + 1
     for name, module in every.items():
-        slow = " (on prompts only with --probes)" if on_request(name) else ""
-        yield f"{name:{width}} {(module.__doc__ or '').strip().partition(chr(10))[0]}{slow}"
+        yield f"{name:{width}} {(module.__doc__ or '').strip().partition(chr(10))[0]}"
 
 
 def claims() -> Iterator[str]:

@@ -323,7 +323,7 @@ def prepare(settings: RunConfig, write: bool = True, subject: Model | None = Non
         )
     if not scan_prompts.sources(settings) and hub.tunnel(located.path):
         settings = replace(settings, tasks=(hub.tunnel_task(located.path),))
-    chosen = probes.chosen(settings.probes, prompts=not settings.tasks)
+    chosen = probes.chosen(settings.probes)
     pools = scan_prompts.pools(settings, located)
     stratify = not (settings.tasks or settings.processes or scan_prompts.own_prompts(settings))
     edits = tuple(edit.identity for edit in subject.edits) if subject is not None else ()

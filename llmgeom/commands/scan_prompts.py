@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from llmgeom import probes
 from llmgeom.batch import Batch
 from llmgeom.commands import config
 from llmgeom.errors import NO_TOKENIZER, UserError
@@ -19,7 +18,6 @@ from llmgeom.record import Record
 FEWEST = 10  # prompts
 SEQUENCES = 200  # of a task, where they cost nothing
 DOCUMENTS = "hf:"
-SPARED = ", ".join(probes.left_out())
 
 SITES = (
     "value", "key", "query", "attention", "attention_entropy", "attention_first", "attention_rest", "z",
@@ -59,7 +57,7 @@ class RunConfig(config.ChatConfig):
     seed: int = prompt_flag(0, "Fixes prompts and controls.", least=0, most=LARGEST_SEED)
     probes: tuple[str, ...] | None = measure_flag(
         None,
-        f"Names with commas between, or all. [default: all{f'; on prompts all but {SPARED}' if SPARED else ''}]",
+        "Names with commas between, or all. [default: all]",
         listed=True,
     )
     batch_tokens: int = measure_flag(4096, "Tokens that run at the same time.", least=1, most=LARGEST_SEED)

@@ -36,11 +36,6 @@ def varies(x: np.ndarray) -> bool:
     return bool((x.max(0) != x.min(0)).any())
 
 
-def entropy_of(capture: Capture) -> np.ndarray:
-    """[row] float64, bits: the captured model's own next-token entropy."""
-    return capture.entropy.numpy()
-
-
 def input_at_rows(capture: Capture) -> Tensor:
     """[row] the token id at each row's position; for real-valued inputs [row feature]."""
     inputs = capture.batch.inputs

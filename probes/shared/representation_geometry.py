@@ -11,7 +11,7 @@ import numpy as np
 
 from llmgeom.claims import Claim, Null, estimate
 from llmgeom.probe import NO_CONTEXT, SHUFFLED, UNTRAINED, Capture, ProbeInput, Site, UserError
-from llmgeom.probes.shared.matrices import entropy_of, final_tokens, last_layer, layer_matrices, varies
+from llmgeom.probes.shared.matrices import final_tokens, last_layer, layer_matrices, varies
 from llmgeom.probes.shared.nulls import HARDEST_BAND, null_band, permutation_null
 from llmgeom.probes.shared.targets import LEAST_SPREAD, Constant, Target, follows
 from llmgeom.result import Estimate, Figure, Labelled, labelled, line
@@ -26,7 +26,7 @@ from llmgeom.stats.ridge_probe import (
     read,
     repeated_folds,
 )
-from llmgeom.stats.tests import Test, correlation_test, rank_spline, regrouped_interval, spearman
+from llmgeom.stats.tests import correlation_test, rank_spline, regrouped_interval, spearman
 from llmgeom.stats.verdict import LEAST_DRAWS
 
 PERMUTATIONS = 10_000
@@ -148,7 +148,7 @@ def _entropy(
     Raises Constant if entropy does not vary.
     """
     target = Target.of(view.capture, view.entropy).require()
-    own = [] if target.exact else [entropy_of(control) for control in view.untrained]
+    own = [] if target.exact else [control.entropy.numpy() for control in view.untrained]
     varying = {i: own[i] for i in follows(own)}  # copy -> its own entropy
     notes = []
     if len(varying) < len(own):
@@ -203,7 +203,14 @@ def _correlation(
             own = [rho_of(untrained[i][-1], entropy, covariates) for i, entropy in varying.items()]
             draws[OWN_ENTROPY] = np.array(own)
         test = correlation_test(axis.scores, y, clusters, PERMUTATIONS, view.seed, fixed)
-        return correlation(claim, axis, test, draws, covariates, without)
+        (value, fewer), nulls = axis.rhos(covariates), untrained_nulls(draws)
+        nulls.append(Null("permuted templates", 0.0, test.null_high, 0.0, test.p, PERMUTATIONS))
+        if without is not None:  # all 0 if its vectors are constant
+            centre, other = without.rhos(covariates)
+            paired = jackknife_interval(value - centre, fewer - other, axis.group, "identity", 0.95)
+            nulls.append(Null.paired(NO_CONTEXT, value, centre, paired))
+        span = regrouped_interval(value, fewer, axis.group)
+        return estimate(claim, value, span, nulls, n=test.n, clusters=test.clusters)
 
     said, beside = "|Spearman| of PC1 and entropy", "rho_no_context"
     null = (f"{said}, untrained copies", band)
@@ -334,32 +341,6 @@ class Axis:
     def interval(self, covariates: np.ndarray | None = None) -> Interval:
         """Interval of |Spearman| from its values without each group."""
         return regrouped_interval(*self.rhos(covariates), self.group)
-
-
-def correlation(
-    claim: Claim,
-    axis: Axis,
-    test: Test,
-    untrained: Mapping[str, np.ndarray],
-    covariates: np.ndarray | None = None,
-    without: Axis | None = None,
-) -> Estimate:
-    """Estimate of a |rho| with its controls.
-
-    Args:
-        test: |rho| with its null of permuted templates.
-        untrained: name -> |rho| of each draw.
-        covariates: [row column] covariates held fixed.
-        without: axis of the model without context; all 0 if its vectors are constant.
-    """
-    value, fewer = axis.rhos(covariates)
-    permuted = Null("permuted templates", 0.0, test.null_high, 0.0, test.p, PERMUTATIONS)
-    nulls = [*untrained_nulls(untrained), permuted]
-    if without is not None:
-        centre, other = without.rhos(covariates)
-        paired = jackknife_interval(value - centre, fewer - other, axis.group, "identity", 0.95)
-        nulls.append(Null.paired(NO_CONTEXT, value, centre, paired))
-    return estimate(claim, value, axis.interval(covariates), nulls, n=test.n, clusters=test.clusters)
 
 
 def untrained_nulls(draws: Mapping[str, np.ndarray]) -> list[Null]:

@@ -51,17 +51,20 @@ def read(sites: Sequence[Tensor], log_p: Tensor, position: Tensor, clusters: Clu
     fold, log_p = folds(clusters, seed), log_p.double()
     p = log_p.exp().expand(len(sites), *log_p.shape[-2:])
     x = torch.stack([site.double() for site in sites])
-    count = int(fold.max()) + 1
+    count, place = int(fold.max()) + 1, (position[:, None] == position.unique()).double() * FREE
     missed = torch.empty(x.shape[:2], dtype=torch.float64)
     penalty = np.empty((len(x), count))
     for test_fold in range(count):
         check = (test_fold + 1) % count
         rest, later, out = (torch.from_numpy(rows) for rows in (fold != test_fold, fold == check, fold == test_fold))
-        both, z = rest & ~later, _coordinates(x, position, rest)
+        both, z = rest & ~later, x - x[:, rest].mean(1, keepdim=True)
+        size = z[:, rest].square().mean(1, keepdim=True).sqrt()
+        z = torch.where(size > 1e-9 * size.amax(-1, keepdim=True), z / size, 0.0) / x.shape[-1] ** 0.5
+        z = torch.cat([z, place.expand(len(x), -1, -1)], -1)
         errors, start = [], None
         for value in PENALTIES:
             start = fit(z[:, both], p[:, both], torch.full((len(x),), value, dtype=torch.float64), start)
-            errors.append(_loss(z[:, later] @ start, p[:, later]))
+            errors.append(-(p[:, later] * (z[:, later] @ start).log_softmax(-1)).sum(-1).mean(-1))
         chosen = torch.tensor(PENALTIES, dtype=torch.float64)[torch.stack(errors).argmin(0)]
         penalty[:, test_fold] = chosen
         q = (z[:, out] @ fit(z[:, rest], p[:, rest], chosen, start)).log_softmax(-1)
@@ -98,17 +101,3 @@ def fit(x: Tensor, p: Tensor, penalty: Tensor, start: Tensor | None = None) -> T
 
     descent.step(closure)
     return scale @ u.detach()
-
-
-def _coordinates(x: Tensor, position: Tensor, kept: Tensor) -> Tensor:
-    """[site row coordinate] standardised over the kept rows, over sqrt(d); and FREE times an indicator per position."""
-    centre = x[:, kept].mean(1, keepdim=True)
-    z = x - centre
-    size = z[:, kept].square().mean(1, keepdim=True).sqrt()
-    z = torch.where(size > 1e-9 * size.amax(-1, keepdim=True), z / size, 0.0) / x.shape[-1] ** 0.5
-    place = (position[:, None] == position.unique()).double() * FREE
-    return torch.cat([z, place.expand(len(x), -1, -1)], -1)
-
-
-def _loss(logits: Tensor, p: Tensor) -> Tensor:
-    return -(p * logits.log_softmax(-1)).sum(-1).mean(-1)
