@@ -10,9 +10,9 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,10 +24,6 @@ from llmgeom.model import tokenizing
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.model import Model
 from llmgeom.model.passes import Observer, Step
-
-if TYPE_CHECKING:
-    from llmgeom.probe import Needs
-
 
 # A run of letters and digits, or one sign of a script without spaces: kana, Chinese, Thai.
 WORD = r"[\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff]|[^\W\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff]+"
@@ -74,15 +70,6 @@ def versions() -> dict[str, str]:
     import transformers
 
     return {"torch": torch.__version__, "transformers": transformers.__version__, "numpy": np.__version__}
-
-
-def subset_note(batch: Batch, subset: Tensor | None, needs: Mapping[str, Needs]) -> list[str]:
-    """The warning that controls read a subset of the prompts, if they do; `needs` by probe."""
-    if subset is None:
-        return []
-    every = [name for name, need in needs.items() if need.control_prompts]
-    note = f"controls read {len(subset)} of the {len(batch)} prompts, drawn at random"
-    return [note + (f"; measured on all: {', '.join(every)}" if every else "")]
 
 
 def flat_entropy(batch: Batch, entropy: np.ndarray, vocabulary: int) -> dict[str, str]:

@@ -42,7 +42,7 @@ from llmgeom.probe import (
     UserError,
 )  # fmt: skip
 from llmgeom.progress import shown, silent, tell, within
-from llmgeom.provenance import CONTROLS, caveats, flat_entropy, prompt_table, provenance, subset_note, took
+from llmgeom.provenance import CONTROLS, caveats, flat_entropy, prompt_table, provenance, took
 from llmgeom.record import Record
 from llmgeom.result import Result
 
@@ -317,7 +317,10 @@ class Run:
         if not judged:
             yield "preview, of the model's own pass: no control is read, and no claim is judged yet"
         yield from plan.notes
-        yield from subset_note(plan.batch, plan.subset, plan.needs) if len(plan.draws) > 1 else ()
+        if plan.subset is not None and len(plan.draws) > 1:
+            whole = [name for name, need in plan.needs.items() if need.control_prompts]
+            also = f"; measured on all: {', '.join(whole)}" if whole else ""
+            yield f"controls read {len(plan.subset)} of the {len(plan.batch)} prompts, drawn at random{also}"
         yield from caveats(self.subject, batch, tokens, plan.controls if judged else None, claimed)
         every = [capture for draws in self.captures.values() for draw in draws for capture in draw.values()]
         yield from dict.fromkeys([*(event for capture in every for event in capture.events), *self.drawing])

@@ -30,14 +30,13 @@ PERMUTATIONS = 1999
 # claim about one model, which is no margin for calling two models the same.
 MARGIN = 1 / 3
 Word = Literal["differs", "differs, less than the effect", "equivalent", "undecided"]
-# Word -> what one number does, and several.
+# Word -> what one number does, and several; its class on the page.
 SAID = {
-    "differs": ("differs", "differ"),
-    "differs, less than the effect": ("differs by less than the effect", "differ by less than the effect"),
-    "equivalent": ("is equivalent", "are equivalent"),
-    "undecided": ("is undecided", "are undecided"),
+    "differs": ("differs", "differ", "opposite"),
+    "differs, less than the effect": ("differs by less than the effect", "differ by less than the effect", "less"),
+    "equivalent": ("is equivalent", "are equivalent", "holds"),
+    "undecided": ("is undecided", "are undecided", "open"),
 }
-CHIPS = dict(zip(SAID, ("opposite", "less", "holds", "open"), strict=True))  # word -> its class on the page
 MEASURES: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {"CKA": cka, "RSA": rsa}
 LABEL_FACTS = ("target", "answers", "given", "positions")  # flags of `llmgeom probe`
 # Flags that say which model is read, where, on which prompts and what of it is measured: a difference in these is the
@@ -115,7 +114,7 @@ class Difference:
     @property
     def chip(self) -> str:
         """The class of the verdict on the page."""
-        return CHIPS[self.verdict]
+        return SAID[self.verdict][2]
 
 
 @dataclass(frozen=True)

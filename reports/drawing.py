@@ -66,9 +66,7 @@ def svg(spec: Mapping[str, Any], label: str) -> Markup:
             parts.append(f"<text {anchor}>{escape(visible(one['text']))}</text>")
     return Markup(  # numbers, and text that is escaped
         f'<svg class="drawn" viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="xMinYMid" role="img" '
-        f'aria-label="{escape(visible(label))}">'
-        + "".join([*parts, *_axes(layout, across, up, place)])
-        + "</svg>"
+        f'aria-label="{escape(visible(label))}">' + "".join([*parts, *_axes(layout, across, up, place)]) + "</svg>"
     )
 
 

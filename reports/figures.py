@@ -170,21 +170,8 @@ def draw(
     where: dict[str, str | bool] = {"layer": "x" if kind == "curve" else "y"} if counted_layers else {}
     where |= {"curve": True} if kind == "curve" else {}
     spec = dict(drawn.spec) | where | {"name": visible(f"{measured.title}: {declared.meaning}")}
-    n = [counted(h, source, prompts) for h in measured.estimates]
-    said = claimed(measured, declared, array, n) or _sizes(measured, prompts, source, n)
+    said = _said(measured, declared, array, prompts, source)
     return replace(drawn, spec=spec, caption=f"{drawn.caption} {said}".strip())
-
-
-def _sizes(measured: Result, prompts: Mapping[str, tuple], source: Mapping[str, Any], n: Sequence[str]) -> str:
-    """How many prompts a figure is of: those of the record, where all metrics count prompts and one counts these (the
-    others are of second samples, which have no figure); else those of every metric, `n`."""
-    count, clusters = sizes(prompts)
-    noun = clusters_of(source, count, clusters)
-    own = number_of(count, noun) if count == clusters else f"{count} prompts from {number_of(clusters, noun)}"
-    if own in n and all(h.rule.counts == "prompts" for h in measured.estimates):
-        n = [own]
-    each = list(dict.fromkeys(n))
-    return f"n{', by metric:' if len(each) > 1 else ' ='} {'; '.join(each)}." if each else ""
 
 
 def _numbers(measured: Result, name: str) -> np.ndarray:
@@ -192,10 +179,12 @@ def _numbers(measured: Result, name: str) -> np.ndarray:
     return np.asarray(measured.arrays[name], dtype=np.float64) + 0.0
 
 
-def claimed(measured: Result, declared: Quantity, array: np.ndarray, n: Sequence[str]) -> str:
-    """The sentences of a caption that say which metrics are read off this figure and where, by their value; empty
-    where there is none. `n` is what each metric is of."""
-    sentences = []
+def _said(
+    measured: Result, declared: Quantity, array: np.ndarray, prompts: Mapping[str, tuple], source: Mapping[str, Any]
+) -> str:
+    """The end of a caption: which metrics are read off this figure and where, by their value, else how many prompts it
+    is of."""
+    sentences, n = [], [counted(h, source, prompts) for h in measured.estimates]
     for h, size in zip(measured.estimates, n, strict=True):
         where = np.argwhere(np.isclose(array, h.value, rtol=1e-9, atol=0))
         # 0 and 1 are met by chance.
@@ -206,7 +195,17 @@ def claimed(measured: Result, declared: Quantity, array: np.ndarray, n: Sequence
             found = f"{value}, {'95 % interval ' * (interval != NO_INTERVAL)}{interval}, n = {size}"
             found += f": {h.verdict}." if h.verdict else "."
             sentences.append(f"At {at}, the metric “{h.name}”: {found}" + f" Claim: {h.claim}" * bool(h.claim))
-    return " ".join(sentences)
+    if sentences or not n:
+        return " ".join(sentences)
+    # Where all metrics count prompts and one counts those of the record, the others are of second samples, which have
+    # no figure.
+    count, clusters = sizes(prompts)
+    noun = clusters_of(source, count, clusters)
+    own = number_of(count, noun) if count == clusters else f"{count} prompts from {number_of(clusters, noun)}"
+    if own in n and all(h.rule.counts == "prompts" for h in measured.estimates):
+        n = [own]
+    each = list(dict.fromkeys(n))
+    return f"n{', by metric:' if len(each) > 1 else ' ='} {'; '.join(each)}."
 
 
 # What a part of a curve's figure is: traces, columns of the table with their heads, and a sentence of the caption.
@@ -446,14 +445,13 @@ def _together(place: str, by_label: Mapping[str, Drawn]) -> list[Drawn]:
 
 def _along(figure: Drawn) -> object:
     """The key that curves of one chart share; it differs for figures that do not fit in one chart."""
-    if not figure.spec.get("curve") or sum(map(_dashed, figure.spec["data"])) > 1:
+    if (
+        not figure.spec.get("curve")
+        or sum(trace.get("line", {}).get("dash") in DASHES for trace in figure.spec["data"]) > 1
+    ):
         return object()
     axes = figure.spec["layout"]
     return axes["xaxis"].get("ticktext"), axes["xaxis"]["title"], axes["yaxis"]["title"]
-
-
-def _dashed(trace: Mapping[str, Any]) -> bool:
-    return trace.get("line", {}).get("dash") in DASHES
 
 
 def _overlaid(place: str, by_label: Mapping[str, Drawn]) -> Drawn:
@@ -463,7 +461,7 @@ def _overlaid(place: str, by_label: Mapping[str, Drawn]) -> Drawn:
     for colour, (label, figure) in zip(COLOURS, by_label.items(), strict=False):
         for trace in figure.spec["data"]:  # in the record's colour: the line is called like it, its control is hatched
             changes: dict[str, Any] = {"line": trace["line"] | {"color": colour}}
-            if _dashed(trace):
+            if trace["line"].get("dash") in DASHES:
                 changes["showlegend"] = False  # the caption says what is dashed
             elif "fillpattern" in trace:
                 changes |= {"fillpattern": trace["fillpattern"] | {"fgcolor": colour}}
