@@ -75,7 +75,7 @@ def write(record: Record, form: str, out: Path) -> list[str]:
             ),
         },
     }
-    shown = {"parameters": f"{model['parameters']:,}", "task": task.title}
+    shown: dict[str, Any] = {"parameters": f"{model['parameters']:,}", "task": task.title}
     shown["drawn"] = uncertainty(fields["example"]["bits"], len(task.query))
     html = page([record], live=shown | {"data": {"name": subject.name, **fields, **model}})
     write_whole(out, html.encode())
