@@ -81,9 +81,14 @@ class Flag:
     most: float = LARGEST_COUNT
 
 
-@cache
-def flags(config: Any) -> tuple[Flag, ...]:
+def flags(config: type) -> tuple[Flag, ...]:
     """The flags of a configuration, in the order of its fields."""
+    key: Any = config  # a dataclass type is hashable, but mypy checks its instances
+    return _flags(key)
+
+
+@cache
+def _flags(config: Any) -> tuple[Flag, ...]:
     hints, found = get_type_hints(config), []
     for declared in fields(config):
         if "help" not in declared.metadata:
