@@ -38,8 +38,8 @@ def read(spec: str, n: int, seed: int = 0, *, offline: bool = False) -> Batch:
         raise UserError(
             f"{spec}: expected {PREFIX}NAME[:CONFIG[:COLUMN]], e.g. {PREFIX}ag_news or {PREFIX}wikitext:raw"
         )
-    name, config, column = (part or None for part in (*parts, "", "")[:3])
-    rows, facts = _open(spec, name, config, seed, offline)
+    name, config, column = (*parts, "", "")[:3]
+    rows, facts = _open(spec, name, config or None, seed, offline)
     rng, distinct = Random(f"llmgeom/documents/{seed}"), Distinct()
     texts, clusters, taken = [], [], []
     for number, row in enumerate(_told(spec, islice(rows, 50 * n))):

@@ -113,12 +113,13 @@ def follow(
                 ends[f"the end of {run.name}"] = hashed[name]
                 require_distinct(ends)
             now = measured(DRIFT, lambda: state(subject, batch, task, store))
-            found = {} if now is None else distances(now, now if end is None else end)
+            found: dict[str, float | str] = {} if now is None else distances(now, now if end is None else end)
             if task is None:
                 loss = now.loss if now else None  # a model without attention has a loss, too
                 found["loss"] = loss_of(subject, batch, store) if loss is None else loss
             signal = measured(GRADIENTS, lambda: signals(subject, batch))
-            snapshots[place] = found if signal is None else found | over_layers(signal)
+            found.update({} if signal is None else over_layers(signal))
+            snapshots[place] = found
             done += 1
             tell("snapshots followed", done, total, f"{run.name}, step {run.steps[place]}")
             return now

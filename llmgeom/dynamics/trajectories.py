@@ -124,11 +124,12 @@ class Trajectory:
         for place, why in enumerate(found, 1):
             if isinstance(why, str):
                 raise UserError(f"{self.run.name}, snapshot {place} of {len(found)} and the last, {why}")
+        curve = np.array(found, dtype=float)
         if name not in PULLS:
-            return np.array(found)
-        if not max(found) > 0:
+            return curve
+        if not curve.max() > 0:
             raise UserError(f"the {name.replace('_', ' ')} of {self.run.name} is 0 at every snapshot")
-        return np.array(found) / max(found)
+        return curve / curve.max()
 
     def settled(self, name: str) -> Settled:
         """When 5 % of its first value is left of a curve, or 5 % of the largest gradient. Raises UserError."""
@@ -182,8 +183,8 @@ def sections(trajectories: Sequence[Trajectory]) -> dict[str, Result]:
 
     found = {}
     for probe, measured in judged.items():
-        three = zip(measured.estimates, *(end[probe].estimates for end in ends), strict=True)
-        found[probe] = replace(measured, estimates=tuple(safe(h, others) for h, *others in three))
+        together = zip(measured.estimates, *(end[probe].estimates for end in ends), strict=True)
+        found[probe] = replace(measured, estimates=tuple(safe(h, others) for h, *others in together))
     return found
 
 
