@@ -57,7 +57,7 @@ def write(record: Record, form: str, out: Path) -> list[str]:
     with torch.inference_mode():
         logits = subject.model(input_ids=batch.tokens.data.to(subject.model.device)).logits[0].cpu()
     exact, answer = answers.exact(batch.exact.predictive[0]), answers.read(logits[list(task.query)])
-    fields = {
+    fields: dict[str, Any] = {
         "task": {
             "name": name,
             "title": task.title,

@@ -187,8 +187,9 @@ def through_transformer_lens(model: Any, name: str) -> tuple[BridgeForward, tupl
                 f"{name}: layer {index} is not attention and MLP, so TransformerLens cannot read it; {OTHERWISE}"
             )
         layers.append(replace(block, attention=attention, attention_writer=writer, mixer=None))
-    forward = BridgeForward(model, name, tuple(layers), bridge)
-    facts = {
+    found = tuple(layers)
+    forward = BridgeForward(model, name, found, bridge)
+    facts: dict[str, Any] = {
         "kv_heads": bridge.cfg.n_key_value_heads or bridge.cfg.n_heads,
         "head_dim": bridge.cfg.d_head,
         "attention": forward.attention,
@@ -196,7 +197,7 @@ def through_transformer_lens(model: Any, name: str) -> tuple[BridgeForward, tupl
     }
     if "local" in getattr(model.config, "attention_layers", ()):
         facts["window"] = model.config.window_size
-    return forward, forward.blocks, facts
+    return forward, found, facts
 
 
 def _version() -> str:
