@@ -155,8 +155,11 @@ class Comparison:
         """Plain data for JSON."""
         return asdict(self)
 
-    def lines(self) -> Iterator[str]:
-        """Tables for a terminal, which is to spell out what is invisible (`visible`)."""
+    def lines(self) -> list[str]:
+        """Tables for a terminal, safe to print."""
+        return list(map(visible, self._lines()))
+
+    def _lines(self) -> Iterator[str]:
         yield f"{self.prompts} prompts of {self.clusters} clusters, sha256 of the texts {self.texts[:12]}"
         for pair in self.pairs:
             yield from ("", pair.counted, *(f"- {text}" for text in pair.findings))

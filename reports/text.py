@@ -120,9 +120,12 @@ def titled(meaning: str, cluster: str) -> str:
 
 
 def grid(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], width: int = 1000) -> Iterator[str]:
-    """An empty line, then rows in `columns` under a title and column heads; nothing where there are no rows."""
+    """An empty line, then rows in `columns` under column heads, the first of them the title; a long one has a line of
+    its own. Nothing where there are no rows."""
     if rows:
-        yield from ("", *(line for block in columns([(title, *head), *rows], 0, width) for line in block))
+        alone = [visible(title)] if len(title) > HEAD else []
+        blocks = columns([("" if alone else title, *head), *rows], 0, width)
+        yield from ("", *alone, *(line for block in blocks for line in block))
 
 
 def columns(rows: Sequence[Sequence[str]], at: int, width: int) -> list[list[str]]:

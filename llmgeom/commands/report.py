@@ -50,7 +50,6 @@ def main(config: RunConfig) -> int:
     from llmgeom.record import Record
     from llmgeom.reports import page
     from llmgeom.reports.steps import steps_page
-    from llmgeom.reports.text import visible
 
     loaded = {run: Record.load_all(run) for run in config.runs}
     records = [record for run in config.runs for record in loaded[run].values()]
@@ -71,7 +70,7 @@ def main(config: RunConfig) -> int:
     if comparison and config.json:
         print_json(comparison.to_dict() | {"report": str(path)})
     else:
-        click.echo("\n".join([*map(visible, lines), f"page: {path}"]))
+        click.echo("\n".join([*lines, f"page: {path}"]))
     return 0
 
 
@@ -97,7 +96,7 @@ def _compared(
             raise UserError(why) from refusal
         # Under another name, so that no earlier page with differences is replaced by one without.
         return None, f"together-{_others(config.runs)}.html", [f"drawn together, without differences: {why}"]
-    lines = [*comparison.lines()] if config.table else comparison.brief()
+    lines = comparison.lines() if config.table else comparison.brief()
     return comparison, f"compared-{_others(config.runs)}.html", lines
 
 
