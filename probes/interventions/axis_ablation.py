@@ -61,7 +61,9 @@ def joint_edits(
     """The joint edit of several layers' axes, and joint control edits, drawn for each layer separately."""
     drawn = {at: axis.controls(mode, count, (seed, at[1])) for at, axis in axes.items()}
     kinds = [kind for kind in (SIZE, VARIANCE) if all(kind in by_kind for by_kind in drawn.values())]
-    joint = {kind: [{at: by_kind[kind][i] for at, by_kind in drawn.items()} for i in range(count)] for kind in kinds}
+    joint: dict[str, list[Moves]] = {
+        kind: [{at: by_kind[kind][i] for at, by_kind in drawn.items()} for i in range(count)] for kind in kinds
+    }
     return {at: axis.edit(mode) for at, axis in axes.items()}, joint
 
 

@@ -152,7 +152,8 @@ def read_frames(subject: Model, batch: Batch) -> HypothesisFrames:
         raise Unavailable("the model reads rows of real numbers: hypotheses have no embedding, and so no frame")
     if batch.posterior is not None:
         likely = others = list(batch.posterior.outcomes)
-        inputs = {token for row in batch.tokens.real for token in row}
+        real = torch.arange(batch.tokens.data.shape[1]) < batch.tokens.lengths[:, None]
+        inputs = set(batch.tokens.data[real].tolist())
         if unseen := [token for token in likely if token not in inputs]:
             raise UserError(
                 f"outcome {unseen[0]} of this task is never an input: its input embedding was never trained; give more "
