@@ -97,7 +97,9 @@ def as_diverse(
     chosen = [place[text] for text in stratify(pool, entropy, n, seed=seed).text]
     fifth = {row: rows.tolist() for rows in _fifths(entropy, rng, 5) for row in rows.tolist()}
     # How often each token, each token that is read and each template occurs among the chosen.
-    of_prompt = [(set(a), set(b), {c}) for a, b, c in zip(ids, read, pool.cluster, strict=True)]
+    of_prompt: list[tuple[Iterable[int | str], ...]] = [
+        (set(a), set(b), {c}) for a, b, c in zip(ids, read, pool.cluster, strict=True)
+    ]
     counts: tuple[Counter, Counter, Counter] = (Counter(), Counter(), Counter())
 
     def replaced(old: int | None, new: int) -> float:
