@@ -20,7 +20,8 @@ PREVIEW = "<!-- preview of {} -->\n"  # the end of a page that the run of this s
 
 def run_folder(model: str, located: hub.Located, what: str, spec: str) -> Path:
     """The default folder of a run: runs/MODEL-WHAT-HASH."""
-    name = Path(located.path).resolve().name if located.kind == "local" else model
+    # Of a packaged GGUF the folder is that of the converted weights, named by a hash.
+    name = Path(model).resolve().name if located.kind == "local" and Path(model).exists() else model
     return Path("runs") / f"{safe(name)}-{what}-{spec[:8]}"
 
 
