@@ -29,7 +29,9 @@ WORD = max(map(len, WORDS))
 Line = list[tuple[str, str]]  # pieces of text, each with its verdict or ""
 
 
-def digest(records: Sequence[Record], width: int = WIDTH, warned: bool = True) -> list[Line]:
+def digest(
+    records: Sequence[Record], width: int = WIDTH, warned: bool = True, between: Sequence[str] = ()
+) -> list[Line]:
     """The sentence that counts, a block of lines for each claim or else each number, and what is missing.
 
     No name is cut: where there is no room for all, claims have no reasons, then only the first ones are there, and of
@@ -38,13 +40,14 @@ def digest(records: Sequence[Record], width: int = WIDTH, warned: bool = True) -
     Args:
         width: Characters of a line; a narrow terminal has more lines.
         warned: With the warnings that there is room for.
+        between: Lines that stand below what is the case, above the claims.
 
     Raises:
         ValueError: a claim's verdict is none of the five words.
     """
-    every, most = rows(records), MOST * WIDTH // min(width, WIDTH)
+    every, most = rows(records), MOST * WIDTH // min(width, WIDTH) + len(between)
     # What is the case stands before how many claims hold.
-    top = [line for text in (*told(records), counting(records, every)) for line in textwrap.wrap(text, width)]
+    top = [*_wrapped(told(records), width), *between, *_wrapped([counting(records, every)], width)]
     deciders = (deciding(row.estimate) for row in every if row.h and (row.claim or not claims(every)))
     names = list(dict.fromkeys(filter(None, deciders)))
     marks = dict(zip(names, [f" {letter}" for letter in ascii_lowercase] if len(names) > 1 else [""], strict=False))
@@ -58,7 +61,7 @@ def digest(records: Sequence[Record], width: int = WIDTH, warned: bool = True) -
         why = [f"because {next(iter(reasons))}"] if len(reasons) == 1 else []
         for text in (what, *why):
             below += textwrap.wrap(visible(text), width, max_lines=3, placeholder=" …")
-    below += [line for text in draws_of(records) for line in textwrap.wrap(text, width) if ": " in text]
+    below += _wrapped([text for text in draws_of(records) if ": " in text], width)
     said = [text for text in warnings_of(records) if warned and all(text != why for _, why in missing)]
     room = most - len(top) - len(below) - 1 - bool(said)
     head, *blocks = _claims(every, labels(records), marks, width)
@@ -85,6 +88,10 @@ def digest(records: Sequence[Record], width: int = WIDTH, warned: bool = True) -
         if pieces[0].endswith("(-v)"):
             break
     return lines + [[("", text)] for text in below]
+
+
+def _wrapped(texts: Sequence[str], width: int) -> list[str]:
+    return [line for text in texts for line in textwrap.wrap(text, width)]
 
 
 def _claims(

@@ -8,8 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import click
-
 from llmgeom.commands import config, folders
 from llmgeom.commands.job import Job, JobOutput, show_price
 from llmgeom.commands.output import show
@@ -116,9 +114,7 @@ def main(settings: RunConfig, output: JobOutput) -> int:
     first_word(f"evidence of {settings.model}: drawing prompts, then the model", output.silent)
     with bar(output.silent):
         records = perform(settings, prepared=prepared)[1]
-    if not output.json:
-        click.echo("\n".join([*lines(records), ""]))
-    return show(out, records, output)
+    return show(out, records, output, between=[*lines(records), ""])
 
 
 def in_context(subject: Model, settings: RunConfig) -> Shown:
@@ -268,14 +264,11 @@ def question(subject: Model, world: World, settings: RunConfig) -> Plan:
 
 
 def lines(records: Sequence[Record]) -> Iterator[str]:
-    """What is the case in one sentence, then accuracy, weight and resolution: by k, by surface, or by world."""
+    """Accuracy, weight and resolution: by k, by surface, or by world."""
     from llmgeom.probes.evidence.answers import BIAS, LOSS, MASS, PROCESS, RESOLUTION, WEIGHT
     from llmgeom.probes.evidence.profile import found
     from llmgeom.reports.text import grid
-    from llmgeom.result import SENTENCE
 
-    for record in records[:1]:  # of several, the profile
-        yield from (measured.facts[SENTENCE] for measured in record.results.values() if SENTENCE in measured.facts)
     some = [record for record in records if PROCESS in record.results]
     head = ("k", "accuracy", "exact", "weight (1: Bayes)", "resolution", "bias, bits", "loss, bits", "mass")
     rows = []

@@ -115,10 +115,12 @@ def show(
     output: VerdictOutput,
     more: dict[str, Any] | None = None,
     page: Path | None = None,
+    between: Sequence[str] = (),
 ) -> int:
     """Print the verdicts; returns the exit code, 3 if --fail-on names one of them.
 
     Args:
+        between: Lines between what is the case and the claims.
         page: The page, unless it is the report.html of the run folder.
     """
     from llmgeom.reports.table import labels, rows, warnings_of
@@ -143,14 +145,14 @@ def show(
             }
         )
     else:
-        _print(records, output)
+        _print(records, output, between)
         click.echo(f"page: {page}")
     if failed:
         click.echo(f"llmgeom: --fail-on: these verdicts were found: {', '.join(failed)}", err=True)
     return 3 if failed else 0
 
 
-def _print(records: Sequence[Record], output: VerdictOutput) -> None:
+def _print(records: Sequence[Record], output: VerdictOutput, between: Sequence[str]) -> None:
     """The digest of the run; with --table every number, with -v every reason."""
     from rich.console import Console
     from rich.table import Table
@@ -175,7 +177,7 @@ def _print(records: Sequence[Record], output: VerdictOutput) -> None:
         console.print(grid)
         console.print()
     width = min(DIGEST_WIDTH, console.width) if terminal else DIGEST_WIDTH
-    for line in digest(records, width, warned=not output.verbose):  # -v prints each warning below
+    for line in digest(records, width, not output.verbose, between):  # -v prints each warning below
         styled = Text()
         for word, text in line:
             styled.append(text, STYLES.get(word, ""))
