@@ -237,6 +237,11 @@ def test_mess3_has_the_matrices_that_were_printed():
     np.testing.assert_allclose(moves[0], printed, atol=1e-12)
 
 
+def test_processes_have_the_names_of_their_papers():
+    assert load_world("mess3:stay=0.8") == load_world("edge-hmm:stay=0.8")
+    assert load_world("rrxor:steps=6") == load_world("edge-hmm:process=rrxor,steps=6")
+
+
 def test_a_product_is_two_chains_side_by_side_and_a_sequence_that_cannot_come_starts_again():
     world, parts = load_world("edge-hmm:process=mess3+rrxor,steps=6"), ("mess3", "rrxor")
     ids = world.sample(20, 0).inputs.ids

@@ -22,8 +22,12 @@ def names(text: bool = False) -> tuple[str, ...]:
     return tuple(name for name in every if not text or shipped(name).has_text())
 
 
+PROCESSES = {"mess3": "edge-hmm", "rrxor": "edge-hmm:process=rrxor"}  # as papers call them (Shai et al. 2024)
+
+
 def load_world(spec: str, text: bool = False) -> World:
-    """A world from `NAME`, `NAME:field=value,field=value`, or a user's `path/to/file.py:CLASS[:field=value,...]`.
+    """A world from `NAME`, `NAME:field=value,field=value`, or a user's `path/to/file.py:CLASS[:field=value,...]`; NAME
+    may be that of a published process (`PROCESSES`).
 
     Args:
         spec: The world.
@@ -33,6 +37,9 @@ def load_world(spec: str, text: bool = False) -> World:
         UserError: An unknown world, file or field; a value that does not fit its field; a world without text.
     """
     name, _, rest = spec.partition(":")
+    if name in PROCESSES:
+        name, _, given = PROCESSES[name].partition(":")
+        rest = ",".join(filter(None, (given, rest)))
     if name.endswith(".py"):
         own, _, rest = rest.partition(":")
         kind, spelt = _of_file(name, own), f"{name}:{own}"
