@@ -346,6 +346,7 @@ def believed() -> list[str]:
               for run in stored("beliefs")["runs"]
               if "SmolLM2" in run["model"] and run["run"].startswith("slow, ")}  # fmt: skip
     again = ", ".join(f"{name} {number(x[0], '.2f')}" for name, x in others.items())
+    mixed = found["SmolLM2, mixture"]["numbers"]
     answers, other = [moved(run, "another") for run in slow], moved(found["SmolLM2, hmm"], "another")
     away = [
         [run["positions"][of][-1] for of in ("KL to the exact next symbol", "KL of an even answer")] for run in slow
@@ -359,7 +360,10 @@ def believed() -> list[str]:
                 f"rivals, untrained copies {number(copies[0], '.2f')}, a tunnel {value(taught, '.2f')}. **It is not "
                 f"seen to be used**: put in another's place it moves the answer by {value(answers[0], '.2f')} and "
                 f"{value(answers[1], '.2f')} of the way (that of `hmm` in SmolLM2 by {value(other, '.2f')}), and both "
-                "answer worse than an even guess.",
+                "answer worse than an even guess. Where a sequence follows one of three matrices, the belief under "
+                f"the right one and under their exact mixture are read alike, R2 {number(mixed['R2'][0], '.3f')} and "
+                f"{number(mixed['mixture'][0], '.3f')}.",
+                abs(mixed["R2"][0] - mixed["mixture"][0]) < 0.01,
                 known["value"] < 0.1,
                 taught["low"] > 0.5,
                 *(one["low"] > max(copies) and one["high"] < taught["low"] for one in asked),
