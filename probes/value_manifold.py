@@ -63,7 +63,8 @@ def measure(view: ProbeInput) -> Result:
         fields, said, *_ = measure_geometry(view, Site.ATTN_OUT, CLAIMS, CALLED)
         return Result.of("attn_out", fields, **said)
 
-    with ThreadPoolExecutor(2) as pool:  # many small matrices, a core each: a cached scan of SmolLM2 19 s, not 26
+    # Many small matrices, a core each: a cached scan of SmolLM2 takes 19 s, not 26. From disk one layer at a time.
+    with ThreadPoolExecutor(2 if isinstance(view.capture.tensors, dict) else 1) as pool:
         geometry = pool.submit(measure_geometry, view, Site.VALUE, CLAIMS).result
         written = pool.submit(write).result
     parts: dict[str, Result] = {}
