@@ -378,7 +378,8 @@ def believed() -> list[str]:
         ),
         *prose(
             """Ridge read-outs of the exact belief, at the layer that reads best (intervals are not widened for that
-            choice), held out by sequence; both models in bfloat16, 16 sequences of 512 symbols; tunnels of the process, 64 of 64 (`python -m studies.beliefs`, record
+            choice), held out by sequence; both models in bfloat16, 16 sequences of 512 symbols; tunnels of the process,
+            64 of 64 (`python -m studies.beliefs`, record
             `beliefs`; [method](evidence.md#beliefs-in-long-contexts)). *Beyond all rivals*: partial R2, of what readers
             of the last 1 to 6 symbols, counts and exponential filters together leave. *Moved*: by the residual
             stream of another belief at equal last symbols (1: as far as the exact answers are apart); of the same
