@@ -17,6 +17,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from llmgeom.stats.resampling import least_at_best
+
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE, FIGURE, REST = DOCS / "findings.md", DOCS / "pictures" / "findings.svg", "## In small models of known truth"
 MODELS = {"smollm2": "SmolLM2", "gemma": "Gemma"}
@@ -366,8 +368,10 @@ def believed() -> list[str]:
                 abs(mixed["R2"][0] - mixed["mixture"][0]) < 0.01,
                 known["value"] < 0.1,
                 taught["low"] > 0.5,
-                # The best of 31 layers: 1.61 times as wide (Bonferroni).
-                *(one["value"] - 1.61 * (one["value"] - one["low"]) > max(copies) for one in asked),
+                *(
+                    least_at_best(one["value"], one["low"], len(run["layers"]["R2"])) > max(copies)
+                    for one, run in zip(asked, slow, strict=True)
+                ),
                 *(one["high"] < taught["low"] for one in asked),
                 *(x[1] > max(copies) for x in others.values()),
                 max(copies) < 0.005,

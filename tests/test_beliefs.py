@@ -11,6 +11,7 @@ from sklearn.linear_model import LinearRegression, Ridge
 import llmgeom
 from llmgeom.errors import UserError
 from llmgeom.stats.partial_ridge import FOLDS, PENALTIES, basis, held_out, interval_of_r2, r2
+from llmgeom.stats.resampling import least_at_best
 from llmgeom.verbs import contexts
 from llmgeom.verbs.belief_use import BELIEF, CHANCE, PATCH, SAME, _kernel
 from llmgeom.verbs.beliefs import ABLATED, KL, MIXED
@@ -246,3 +247,12 @@ def test_what_cannot_be_asked_is_said(options, said):
     subject = llmgeom.load("pocket:llama", device="cpu")
     with pytest.raises(UserError, match=said):
         subject.beliefs(**{"world": "edge-hmm", "sequences": 8, "length": 32, "controls": 0} | options)
+
+
+def test_the_best_of_many_layers_without_an_effect_is_seldom_above_nothing():
+    """31 independent layers of standard normal values, 20,000 times: their own intervals exclude 0 in over half."""
+    best = np.random.default_rng(0).standard_normal((20_000, 31)).max(1)
+    assert (best - 1.96 > 0).mean() > 0.5
+    widened = np.mean([least_at_best(value, value - 1.96, 31) > 0 for value in best])
+    assert scipy.stats.binomtest(round(20_000 * widened), 20_000, 0.025).pvalue > 0.01
+    assert least_at_best(2.0, 1.5, 1) == pytest.approx(1.5)

@@ -312,24 +312,6 @@ def _moved(head: dict) -> dict:
     return {**head, "w": head["w"] + 1e-3 * np.arange(len(head["w"]))[:, None]}
 
 
-def test_a_model_of_no_wind_tunnel_other_weights_and_other_shapes_are_refused(run, tmp_path):
-    record = Record.load(run)
-    own = {key: value for key, value in record.subject.items() if key != "trained_on"}
-    type(record)(**{**vars(record), "subject": own}).save(tmp_path / "own")
-    with refused(UserError, "wind tunnel", "llmgeom train", "llmgeom grade"):
-        export(str(tmp_path / "own"), "live")
-    type(record)(**{**vars(record), "subject": {**record.subject, "weights": "0" * 64}}).save(tmp_path / "other")
-    with refused(UserError, "weights"):
-        export(str(tmp_path / "other"), "live")
-    lstm = build("lstm", vocabulary=3, length=9, width=16)
-    with refused(UserError, "llmgeom_tunnel", "gpt2", "gpt_neox", "llama", "mistral"):
-        contents(Model.of(lstm, name="x"))
-    wide = build("llama", vocabulary=3, length=9, width=96)
-    assert sum(p.numel() for p in wide.parameters()) > LARGEST
-    with refused(UserError, "200,000"):
-        contents(Model.of(wide, name="x"))
-
-
 @pytest.mark.browser
 def test_draws_follow_the_exact_answer(view):
     """2,000 draws after two heads: heads with probability 3 / 4, within four standard deviations."""

@@ -119,8 +119,7 @@ def main(settings: RunConfig, output: JobOutput) -> int:
 
 def in_context(subject: Model, settings: RunConfig) -> Shown:
     """Beliefs about one long sequence after another, what simpler readers know, and whether the answer uses them."""
-    from scipy.special import ndtri
-
+    from llmgeom.stats.resampling import least_at_best
     from llmgeom.verbs.belief_use import BELIEF, CHANCE, PATCH
     from llmgeom.verbs.beliefs import ABLATED, ALL, KL, SHUFFLED
 
@@ -136,10 +135,7 @@ def in_context(subject: Model, settings: RunConfig) -> Shown:
     best = found.attrs["best rival"]
     copies = found.values.get(f"{ALL}, highest of untrained copies", found[ALL] * 0).max()
     enough = [name for name in found.rivals if name.startswith("last") and found.rivals[name] >= found["R2"][layer]]
-    # The layer is the best of many, so its interval is widened for the choice (Bonferroni).
-    wider = ndtri(1 - 0.025 / len(found[ALL])) / ndtri(0.975)
-    low = found[ALL][beyond] - wider * (found[ALL][beyond] - found[f"{ALL}, low"][beyond])
-    if low > max(copies, 0):
+    if least_at_best(found[ALL][beyond], found[f"{ALL}, low"][beyond], len(found[ALL])) > max(copies, 0):
         said = "It goes beyond what all rivals know: of what they leave together the stream has"
     elif enough:
         said = f"A short memory does as well ({enough[0]}: {found.rivals[enough[0]]:.3f}): beyond all rivals there is"

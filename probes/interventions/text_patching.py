@@ -423,6 +423,7 @@ def measure_patching(
             f"Another mark moves the log odds of the answer by {whole.value:.1f} bits [{whole.low:.1f}, "
             f"{whole.high:.1f}] (n = {whole.clusters} {SETS})"
         )
+        said += "".join(f", untrained copies by {c.low:.2f} to {c.high:.2f}" for c in whole.controls)
         held = [
             f"{where} {layers[half[end]]}{then}"
             for role, end, where, then in (
