@@ -59,13 +59,14 @@ def dynamics() -> list[str]:
 
 
 def smollm2() -> list[str]:
-    """Weight and resolution of SmolLM2 in every process: a command of `results/commands.toml`."""
+    """Accuracy, weight and resolution of SmolLM2 in every process: a command of `results/commands.toml`."""
     found, body = stored("docs/results/smollm2_chat.json")["metrics"], []
     for process in sorted({name[1:].partition("]")[0] for name in found} - {"profile"}):
         of = [found[f"[{process}]{name}"] for name in ("weight of evidence", "resolution")]
         spans = (f"{short(one['value'])} [{short(one['low'])}, {short(one['high'])}]" for one in of)
-        body.append([f"`{process}`", *spans])
-    return rows(("process", "weight", "resolution"), body)
+        right = found[f"[{process}]accuracy"]
+        body.append([f"`{process}`", f"{short(right['value'])} ({short(right['control_centre'])})", *spans])
+    return rows(("process", "accuracy (exact observer's)", "weight", "resolution"), body)
 
 
 TABLES = {made.__name__: made for made in (dynamics, patched, smollm2)}
