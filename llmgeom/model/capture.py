@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -199,27 +198,6 @@ class Capture:
             else {key: tensors[key][rows] for key in tensors},
         )
 
-    @staticmethod
-    def joined(parts: Sequence[Capture], batch: Batch, order: Int[Tensor, " prompt"]) -> Capture:
-        """Several captures of the same sites as one; prompt i of `batch` is prompt order[i] of all parts in turn."""
-        if len(parts) == 1:
-            return parts[0].take(order, batch)
-        first = np.cumsum([0, *(len(part.lengths) for part in parts)])
-
-        def read(key: Key, rows: Tensor | None) -> Tensor:
-            tensor = concatenated([part.tensors[key] for part in parts])
-            return tensor if rows is None else tensor[rows]
-
-        whole = Capture(
-            batch,
-            torch.cat([part.prompt + int(at) for part, at in zip(parts, first, strict=False)]),
-            torch.cat([part.position for part in parts]),
-            torch.cat([part.lengths for part in parts]),
-            LazyTensors(read, [key for key in parts[0].tensors if all(key in part.tensors for part in parts)]),
-            tuple(dict.fromkeys(event for part in parts for event in part.events)),
-        )
-        return whole.take(order, batch)
-
     def observed(self, name: str) -> Tensor:
         """An array of an observer, [row ...]; `name` is OBSERVER.ARRAY. Raises LookupError if it was not taken."""
         if (name, -1) not in self.tensors:
@@ -307,18 +285,6 @@ class Capture:
     @property
     def attention(self) -> Float[Tensor, "layer row head key"]:
         return self["attention"]
-
-    @property
-    def attention_entropy(self) -> Float[Tensor, "layer row head"]:
-        return self["attention_entropy"]
-
-    @property
-    def attention_first(self) -> Float[Tensor, "layer row head"]:
-        return self["attention_first"]
-
-    @property
-    def attention_rest(self) -> Float[Tensor, "layer row head"]:
-        return self["attention_rest"]
 
     @property
     def z(self) -> Float[Tensor, "layer row head head_dim"]:
