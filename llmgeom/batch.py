@@ -116,17 +116,9 @@ class Posterior:
         return self._of(lambda each: each.flatten(0, 1))
 
     def _of(self, pick: Callable[[Tensor], Tensor]) -> Posterior:
-        def some(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else pick(tensor)
-
-        return replace(
-            self,
-            predictive=pick(self.predictive),
-            trivial={name: pick(tensor) for name, tensor in self.trivial.items()},
-            belief=some(self.belief),
-            bearing=some(self.bearing),
-            answers=some(self.answers),
-        )
+        tensors = {name: getattr(self, name) for name in ("predictive", "belief", "bearing", "answers")}
+        picked: dict[str, Any] = {name: pick(tensor) for name, tensor in tensors.items() if tensor is not None}
+        return replace(self, trivial={name: pick(tensor) for name, tensor in self.trivial.items()}, **picked)
 
 
 @dataclass(frozen=True)
@@ -245,10 +237,8 @@ class Batch:
         index = [int(i) for i in index]
         if isinstance(self.inputs, Text):
             inputs: Text | Tokens | Rows = Text(tuple(self.inputs.strings[i] for i in index))
-        elif isinstance(self.inputs, Tokens):
-            inputs = Tokens(self.inputs.ids[index], self.inputs.lengths[index])
         else:
-            inputs = Rows(self.inputs.values[index], self.inputs.lengths[index])
+            inputs = type(self.inputs)(self.inputs.data[index], self.inputs.lengths[index])
         return replace(
             self,
             inputs=inputs,
