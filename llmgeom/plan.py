@@ -17,25 +17,16 @@ import torch
 from torch import Tensor
 
 from llmgeom.batch import Batch, Rows, Tokens
-from llmgeom.cache.shards import folder_size, room, run_key
+from llmgeom.cache.shards import files, room, run_key
+from llmgeom.errors import Unavailable, UserError
 from llmgeom.flags import places, positions as places_of
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.capture import ATTENDING, INSIDE, OUTPUTS, Site
+from llmgeom.model.model import Model
 from llmgeom.model.no_context import NoContext
-from llmgeom.model.passes import Draw, Pass, plan_control, run_spec, unwritten
+from llmgeom.model.passes import Draw, Pass, descent, identity, plan_capture, run_spec
 from llmgeom.model.tokenizing import shuffle, special_tokens
-from llmgeom.probe import (
-    MOST_PROMPTS,
-    NO_CONTEXT,
-    PERMUTED,
-    SHUFFLED,
-    UNTRAINED,
-    Model,
-    Needs,
-    Probe,
-    Unavailable,
-    UserError,
-)  # fmt: skip
+from llmgeom.probe import MOST_PROMPTS, NO_CONTEXT, PERMUTED, SHUFFLED, UNTRAINED, Needs, Probe
 from llmgeom.provenance import attention_observer
 from llmgeom.record import Record
 from llmgeom.stats.verdict import LEAST_DRAWS
@@ -189,7 +180,10 @@ class Plan:
     @cached_property
     def reader(self) -> Any:
         """The model for passes: its weights are hashed once, before a control may lie in their memory."""
-        return unwritten(self.subject)
+        try:
+            return replace(self.subject, facts={**self.subject.facts, "files": identity(self.subject), "weights": None})
+        except UserError:  # offloaded, and not from files: plans without a store need no hash
+            return self.subject
 
     @cached_property
     def _together(self) -> dict[str, list[tuple[Batch, Places]]]:
@@ -214,14 +208,16 @@ class Plan:
                 and not made.
         """
         options: dict[str, Any] = {"layers": self.layers, "batch_tokens": self.batch_tokens, "store": store}
-        seed = draw if kind in (UNTRAINED, PERMUTED) else None
+        reader = self.reader
+        if kind in (UNTRAINED, PERMUTED) and draw is not None:  # a control, which need not exist
+            reader = replace(reader, facts={**reader.facts, **descent(reader, draw)})
         if kind in (SHUFFLED, PERMUTED):
             batch = self.of_controls[MAIN]
             if kind == SHUFFLED:
                 before, after = special_tokens(self.subject.tokenizer)
                 batch = replace(batch, inputs=shuffle(batch.tokens, before, int(draw or 0), after))
             sites = _union(need.sites for need in self.needs.values() if kind in need.controls)
-            return [(plan_control(self.reader, seed, batch, sites, **options), {MAIN: None})]
+            return [(plan_capture(reader, batch, sites, **options), {MAIN: None})]
         found = []
         asking = [need for need in self.needs.values() if kind == MODEL or kind in need.controls]
         for batch, rows in self._together[kind]:
@@ -239,7 +235,7 @@ class Plan:
             # Without context nothing moves between positions: where no attention is read, the last one runs alone.
             alone = silent is not None and batch.query is None and not wanted & INSIDE and silent.cuts_all(batch)
             more = {"observers": [*dict.fromkeys(observers)], "edits": edits, "alone": alone}
-            found.append((plan_control(self.reader, seed, batch, sites, **more, **options), rows))
+            found.append((plan_capture(reader, batch, sites, **more, **options), rows))
         return found
 
     def every(self, store: str | None = None) -> Iterator[tuple[str, Draw | None, Pass]]:
@@ -252,7 +248,8 @@ class Plan:
     def check_room(self, store: str) -> None:
         """Raises UserError where the disk has no room for all captures that are not there yet."""
         needed = sum(sum(work.sizes) for _, _, work in self.every())
-        room(store, needed - folder_size(Path(store) / run_key(run_spec(self.reader))))
+        stored = files(Path(store) / run_key(run_spec(self.reader)))
+        room(store, needed - sum(file.st_size for file in stored))
 
     def layers_of(self, name: str) -> tuple[int, ...] | None:
         """The numbers of the layers that a probe reads; None for all. In a hybrid one of attention reads those that
@@ -328,10 +325,10 @@ def together(samples: Mapping[str, Batch], alone: Collection[str] = ()) -> list[
         columns = [*zip(*batch.columns.values(), strict=True)] if batch.columns else [()] * len(batch)
         # Tokens, and columns, which an observer may read.
         rows[name] = [(tuple(ids), *map(str, row)) for ids, row in zip(tokens.real, columns, strict=True)]
-        for i, identity in enumerate(rows[name]):
-            found.setdefault(identity, (tokens.ids[i, : len(identity[0])], batch, i))
+        for i, prompt in enumerate(rows[name]):
+            found.setdefault(prompt, (tokens.ids[i, : len(prompt[0])], batch, i))
     if found:
-        place = {identity: i for i, identity in enumerate(found)}
+        place = {prompt: i for i, prompt in enumerate(found)}
         names = set.intersection(*(set(samples[name].columns) for name in rows))
         ids = [one for one, _, _ in found.values()]
         joined = Batch(

@@ -19,28 +19,18 @@ import torch
 from torch import Tensor
 
 from llmgeom import claims
-from llmgeom.batch import Prompts
+from llmgeom.batch import Batch, Prompts
 from llmgeom.cache import keys
 from llmgeom.cache.shards import Store
-from llmgeom.errors import brief, in_float64
+from llmgeom.errors import UserError, brief, in_float64
 from llmgeom.model.batching import BATCH_TOKENS
+from llmgeom.model.capture import Capture, Site
+from llmgeom.model.model import Model
 from llmgeom.model.passes import Draw, run_spec
 from llmgeom.model.running import gather
 from llmgeom.model.tokenizing import special_tokens
 from llmgeom.plan import MAIN, MODEL, Plan
-from llmgeom.probe import (
-    NO_CONTEXT,
-    PERMUTED,
-    SHUFFLED,
-    UNTRAINED,
-    Batch,
-    Capture,
-    Model,
-    Probe,
-    ProbeInput,
-    Site,
-    UserError,
-)  # fmt: skip
+from llmgeom.probe import NO_CONTEXT, PERMUTED, SHUFFLED, UNTRAINED, Probe, ProbeInput
 from llmgeom.progress import shown, silent, tell, within
 from llmgeom.provenance import CONTROLS, caveats, flat_entropy, prompt_table, provenance, took
 from llmgeom.record import Record

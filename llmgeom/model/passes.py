@@ -274,26 +274,11 @@ def plan_capture(
     return replace(plan, store=Store(store, *_specs(reader, plan)))
 
 
-def plan_control(reader: Reader, seed: Draw | None, batch: Batch, sites: Iterable[Site], **options: Any) -> Pass:
-    """`plan_capture` of the control of that draw, which need not exist; of the model itself for None."""
-    if seed is not None:
-        reader = replace(reader, facts={**reader.facts, **descent(reader, seed)})
-    return plan_capture(reader, batch, sites, **options)
-
-
 def descent(reader: Reader, seed: Draw, initial: bool = False) -> dict[str, Any]:
     """The facts of an untrained control that say which model it was made from, and how, as `controls` has it."""
     origin = {"name": reader.facts["name"], "revision": reader.facts.get("revision")}
     drawn = {"untrained": seed, "untrained_of": origin, "initial": initial or None}
     return {"files": identity(reader), "weights": None, **drawn}
-
-
-def unwritten(reader: Reader) -> Any:
-    """The reader for plans of many captures that are made while nobody writes to its weights: they are hashed once."""
-    try:
-        return replace(reader, facts={**reader.facts, "files": identity(reader), "weights": None})
-    except UserError:  # offloaded, and not from files: plans without a store need no hash
-        return reader
 
 
 def identity(reader: Reader) -> str:
