@@ -136,7 +136,7 @@ def places(name: str, text: Any, n: int, strict: bool = True, also: str = "", af
     Args:
         name: Name of the flag, for errors.
         text: E.g. "0,5,-1" or "0:12:2,-1"; negative numbers count from the end. Or a Python number, slice or sequence
-            of numbers.
+            of numbers, or None for all.
         n: Number of places.
         strict: Refuse a number that is not a place, and a text that names none.
         also: Other words that the flag accepts; the caller handles them.
@@ -145,7 +145,7 @@ def places(name: str, text: Any, n: int, strict: bool = True, also: str = "", af
     Raises:
         UserError: The text is not such a list, or names a place that does not exist.
     """
-    text = places_text(text)
+    text = "all" if text is None else places_text(text)
     if text == "all":
         return tuple(range(n))
     chosen: set[int] = set()

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from llmgeom.batch import Batch
-from llmgeom.flags import places
 from llmgeom.model.attention import Recorder
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.capture import Site
@@ -422,8 +421,3 @@ def priced(layers: Sequence[int], depth: int, tokens: float, most: int = COPIES)
     begins = sorted(layers)
     passes = together(begins, depth, most - 1)
     return tokens * sum((len(one) + 1) * (depth - begins[one.start]) for one in passes) / depth
-
-
-def chosen_layers(subject: Any, layers: Any) -> tuple[int, ...]:
-    """The edited layers, as `flags.places` reads them; None for all. Raises UserError for one that does not exist."""
-    return places("--layers", "all" if layers is None else layers, len(subject.blocks))
