@@ -21,6 +21,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from llmgeom.errors import NO_FLOAT64, UnsupportedModel, UserError, first_line
+from llmgeom.flags import plain
 from llmgeom.model import hub
 from llmgeom.model.tokenizing import appended
 from llmgeom.optional import OPTIONAL, imported, installed, undisturbed
@@ -183,14 +184,6 @@ def usable(device: str | None, float64: bool = False) -> str:
     return device or ("mps" if torch.backends.mps.is_available() and not float64 else "cpu")
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """A precision as a record, a command and a folder's name have it, e.g. bfloat16.
-
-    `flags.plain` does the same for a command's values: it loads no torch, and this module no flags.
-    """
-    return str(dtype).removeprefix("torch.")
-
-
 def default_dtype(asked: str | None, device: str, config) -> torch.dtype:
     """The given precision; by default float32 on a CPU, and on a GPU below 2e9 parameters, else bfloat16."""
     if asked is not None:
@@ -265,7 +258,7 @@ def describe(model: Any, name: str) -> dict[str, Any]:
         "positions": getattr(config, "max_position_embeddings", None),
         "window": setting("sliding_window"),
         "parameters": model.num_parameters(),  # of quantised weights too, which are packed
-        "dtype": dtype_name(model.dtype),
+        "dtype": plain(model.dtype),
         "quantised": quantised,
         "device": "+".join(sorted({str(torch.device(one)) if one != "disk" else one for one in spread.values()})),
     }

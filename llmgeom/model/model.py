@@ -18,7 +18,7 @@ from llmgeom.batch import Batch, Prompts, Rows, Tokens
 from llmgeom.cache import keys
 from llmgeom.errors import UserError, brief
 from llmgeom.files import digest
-from llmgeom.flags import places
+from llmgeom.flags import places, plain
 from llmgeom.model import controls, hub, loading, running, self_check, tokenizing
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.capture import ATTENDING, Capture, Site
@@ -122,7 +122,7 @@ class Model(Reader, Verbs):
         if backend == "tl" and quantize is not None:
             raise UserError("--backend tl reads whole weights; leave out --quantize")
         if isinstance(dtype, torch.dtype):
-            dtype = loading.dtype_name(dtype)
+            dtype = str(plain(dtype))
         options: dict[str, Any] = {
             "revision": revision, "dtype": dtype, "device": device, "quantize": quantize, "device_map": device_map,
             "offline": offline, "trust_remote_code": trust_remote_code, "backend": backend,
