@@ -119,11 +119,6 @@ class World(ABC):
         return self.FILE_SPEC or type(self).__module__.rsplit(".", 1)[-1].replace("_", "-")
 
     @property
-    def from_file(self) -> bool:
-        """Whether the task comes from a file of the user's."""
-        return bool(self.FILE_SPEC)
-
-    @property
     def title(self) -> str:
         """NAME:field=value,... with the fields that differ from their defaults; `load_world` reads it back."""
         return changed_fields(self, self.name)
@@ -131,7 +126,7 @@ class World(ABC):
     @property
     def file_code(self) -> dict[str, str]:
         """The hash of the user's file that defines the task; empty for shipped tasks."""
-        return {"code": self.FILE_HASH} if self.from_file else {}
+        return {"code": self.FILE_HASH} if self.FILE_SPEC else {}
 
     def require(self, holds: bool, expected: str) -> None:
         """Raises UserError with the task's title and what was expected, unless `holds`."""
