@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from llmgeom.cache import manage as cache, shards as store
+from llmgeom.cache import shards as store
 from llmgeom.cli import main
+from llmgeom.commands import cache
 from llmgeom.model.model import Model
 from tests.families import FAMILIES
 from tests.test_store import capture, contents, cut, shards
