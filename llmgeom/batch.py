@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 # What `Batch.of` takes.
 Prompts: TypeAlias = "Batch | str | Iterable[str] | Iterable[int] | Iterable[Iterable[int]]"
-NO_EXACT = "these prompts have no exact answer; it takes a wind tunnel (--task)"
 
 
 @dataclass(frozen=True)
@@ -204,7 +203,7 @@ class Batch:
     def exact(self) -> Posterior:
         """The exact answer. Raises Unavailable if there is none."""
         if self.posterior is None:
-            raise Unavailable(NO_EXACT)
+            raise Unavailable("these prompts have no exact answer; it takes a wind tunnel (--task)")
         return self.posterior
 
     def column(self, name: str) -> tuple:

@@ -46,9 +46,9 @@ def flag(
 
 
 # A flag under each heading of a command's help.
-model_flag, prompt_flag, process_flag, axis_flag, component_flag, measure_flag, control_flag, output_flag = (
+model_flag, prompt_flag, axis_flag, component_flag, measure_flag, control_flag, output_flag = (
     partial(flag, group=heading)
-    for heading in ("Model", "Prompts", "Process", "Axis", "Heads and blocks", "Measure", "Controls", "Output")
+    for heading in ("Model", "Prompts", "Axis", "Heads and blocks", "Measure", "Controls", "Output")
 )
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from llmgeom import __version__, claims
 from llmgeom.batch import Batch, Rows, Text, Tokens, recorded
+from llmgeom.cache import keys
 from llmgeom.model import tokenizing
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.model import Model
@@ -40,36 +41,29 @@ KEPT_WEIGHTS = 2**26
 
 def provenance(batch: Batch, tokens: Tokens | Rows, seed: int, controls: int) -> dict[str, Any]:
     """The facts of every record, whatever was measured."""
-    from llmgeom.cache.keys import of_tokens
+    import transformers
 
+    # Libraries that influence numbers.
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "numpy": np.__version__}
     return {
         "llmgeom": __version__,
         "seed": seed,
         "nulls": controls,
-        "prompts_hash": of_tokens(tokens),
+        "prompts_hash": keys.of_tokens(tokens),
         "claims_hash": claims.digest(),
         "prompts": len(batch),
         "clusters": len(set(batch.cluster)),
-        "versions": versions(),
+        "versions": versions,
     }
 
 
 def took(started: float) -> dict[str, Any]:
     """Facts that vary between equal runs, and the program's version; `started` is a time.time()."""
-    from llmgeom.cache.keys import of_program
-
     return {
         "seconds": round(time.time() - started, 3),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "program": of_program(),
+        "program": keys.of_program(),
     }
-
-
-def versions() -> dict[str, str]:
-    """Versions of the libraries that influence numbers."""
-    import transformers
-
-    return {"torch": torch.__version__, "transformers": transformers.__version__, "numpy": np.__version__}
 
 
 def flat_entropy(batch: Batch, entropy: np.ndarray, vocabulary: int) -> dict[str, str]:

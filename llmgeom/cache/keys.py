@@ -143,16 +143,11 @@ def of_pool(pool: Batch) -> str:
 def of_files(folder: str | os.PathLike) -> str:
     """sha256 over config, weights, adapter, tokenizer and code in a folder, each by name and hash; 64 hex digits."""
     paths = sorted(p for p in Path(folder).iterdir() if READ.search(p.name))
-    return digest(dict(zip([path.name for path in paths], _hashed(paths), strict=True)))
+    return digest(dict(zip([path.name for path in paths], hashes(paths), strict=True)))
 
 
-def of_file(path: Path) -> str:
-    """sha256 of one file; 64 hex digits."""
-    return _hashed([path])[0]
-
-
-def _hashed(paths: Sequence[Path]) -> list[str]:
-    """sha256 of each file.
+def hashes(paths: Sequence[Path]) -> list[str]:
+    """sha256 of each file; 64 hex digits.
 
     A large file of the hub's cache is a link to a blob that is named by its hash. Any other file is read once, and
     again if its path, size, times or inode differ from the entry of hashes.json in the cache folder. A file just

@@ -84,10 +84,10 @@ def converted(file: Path, name: str) -> Path:
         raise UserError(f"{file} is a git-lfs pointer in place of weights: run `git lfs pull`")
     if head[:4] != b"GGUF":
         raise UserError(f"{file} is no GGUF file, though its name says so: it does not begin with GGUF")
-    from llmgeom.cache.keys import of_file  # numpy: a list of names needs none
+    from llmgeom.cache.keys import hashes  # numpy: a list of names needs none
     from llmgeom.cache.shards import cache_folder
 
-    folder = cache_folder() / "gguf" / of_file(file)[:20]
+    folder = cache_folder() / "gguf" / hashes([file])[0][:20]
     if (folder / NOTE).exists():
         return folder
     imported("gguf")

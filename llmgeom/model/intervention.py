@@ -59,11 +59,6 @@ class Intervention:
     dose: float = 1.0
     at: Tensor | None = None
 
-    @property
-    def begins(self) -> int:
-        """The first layer that it changes."""
-        return min((layer for _, layer in self.moves), default=0)
-
 
 NOTHING = Intervention("", {})
 
@@ -132,7 +127,9 @@ class Runner:
             interventions: One for each copy of the batch.
             stage: What the progress calls them; without it they are not shown.
         """
-        begins, groups = [one.begins if self.clean else 0 for one in interventions], defaultdict(list)
+        groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        # The first layer that each changes.
+        begins = [min((layer for _, layer in one.moves), default=0) if self.clean else 0 for one in interventions]
         for i, one in enumerate(interventions):
             # A copy that is compared with the clean one runs the same positions as that.
             key = tuple(self._first(one).tolist()) if self.compared and self.clean else ()

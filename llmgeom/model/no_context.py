@@ -42,7 +42,6 @@ from llmgeom.model.forward import Reader
 from llmgeom.model.passes import Observer, Step
 
 FOLDS = 5
-LEAST_CLUSTERS = 2  # one cluster has no other
 NAME = "attention writes"
 ALONE = -1  # the fold of a prompt of one token
 
@@ -88,7 +87,7 @@ class NoContext:
         if why := reader.partial({Site.ATTN_OUT}):  # the other layers would still read context
             raise Unavailable(why)
         clusters = sorted(set(batch.cluster))
-        if len(clusters) < LEAST_CLUSTERS:
+        if len(clusters) < 2:
             raise Unavailable("all prompts are of one cluster, and the mean is taken over others; give more clusters")
         order = np.random.default_rng([seed, 21]).permutation(len(clusters))
         fold = {clusters[one]: place % min(FOLDS, len(clusters)) for place, one in enumerate(order.tolist())}
