@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -109,24 +109,18 @@ class LazyTensors(Mapping[Key, Tensor]):
     """Tensors by key, each read on access: no more than one need be in memory.
 
     Args:
-        read: (key, rows) -> tensor; rows are indices, None for all.
+        read: (key, rows) -> tensor.
         keys: What can be read.
-        rows: Which rows are read, in this order; None for all.
+        rows: The indices of the rows that are read, in this order.
     """
 
-    def __init__(
-        self, read: Callable[[Key, Tensor | None], Tensor], keys: Sequence[Key], rows: Tensor | None = None
-    ) -> None:
-        self._read, self._keys, self._rows = read, dict.fromkeys(keys), rows
-
-    def part(self, rows: Tensor) -> LazyTensors:
-        """Some rows only, in the order given."""
-        return LazyTensors(self._read, [*self._keys], rows if self._rows is None else self._rows[rows])
+    def __init__(self, read: Callable[[Key, Tensor], Tensor], keys: Iterable[Key], rows: Tensor) -> None:
+        self.read, self._keys, self.rows = read, dict.fromkeys(keys), rows
 
     def __getitem__(self, key: Key) -> Tensor:
         if key not in self._keys:
             raise KeyError(key)
-        return self._read(key, self._rows)
+        return self.read(key, self.rows)
 
     def __contains__(self, key: object) -> bool:
         return key in self._keys  # a Mapping would read the tensor to know
@@ -193,7 +187,7 @@ class Capture:
             prompt=place,
             position=self.position[rows],
             lengths=self.lengths[prompts],
-            tensors=tensors.part(rows)
+            tensors=LazyTensors(tensors.read, tensors, tensors.rows[rows])
             if isinstance(tensors, LazyTensors)
             else {key: tensors[key][rows] for key in tensors},
         )

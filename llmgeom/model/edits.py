@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Real
 from operator import index
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -19,9 +19,7 @@ from llmgeom.errors import UserError, brief
 from llmgeom.flags import places
 
 Point = Literal["residual", "query", "key", "value", "scores", "attention", "z", "attn_out", "mlp_out"]
-POINTS: tuple[Point, ...] = (
-    "residual", "query", "key", "value", "scores", "attention", "z", "attn_out", "mlp_out"
-)  # fmt: skip
+POINTS: tuple[Point, ...] = get_args(Point)
 BY_HEAD = POINTS[1:7]
 BY_KEY: tuple[Point, ...] = ("scores", "attention")
 

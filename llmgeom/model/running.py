@@ -66,10 +66,10 @@ def gather(
     whole: Mapping[Key, Tensor] = tensors
     if on_disk is not None:
 
-        def read(key: Key, rows: Tensor | None) -> Tensor:
-            return on_disk.rows(_name(key), len(plan.groups), plan.order if rows is None else plan.order[rows])
+        def read(key: Key, rows: Tensor) -> Tensor:
+            return on_disk.rows(_name(key), len(plan.groups), rows)
 
-        whole = LazyTensors(read, [_key(name) for name in on_disk.names(0)] if plan.groups else [])
+        whole = LazyTensors(read, [_key(name) for name in on_disk.names(0)] if plan.groups else [], plan.order)
     return Capture(plan.batch, prompt, position, plan.tokens.lengths, whole, tuple(events))
 
 
