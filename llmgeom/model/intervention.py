@@ -10,7 +10,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -249,15 +249,12 @@ class Runner:
         prompt, leaves, seen = torch.tensor(members), {}, {}
         line, position, row = self._rows(prompt, torch.arange(width).expand(len(members), -1))
 
-        def watched(location: Location) -> Callable[[Tensor, Where], Tensor]:
-            def function(x: Tensor, where: Where) -> Tensor:
-                seen[location] = x.detach()
-                leaves[location] = torch.zeros_like(x, requires_grad=True)
-                return x + leaves[location]
+        def watched(location: Location, x: Tensor, where: Where) -> Tensor:
+            seen[location] = x.detach()
+            leaves[location] = torch.zeros_like(x, requires_grad=True)
+            return x + leaves[location]
 
-            return function
-
-        edits = [Edit(at[0], watched(at), (at[1],)) for at in locations]
+        edits = [Edit(at[0], partial(watched, at), (at[1],)) for at in locations]
         queried = self._queried[members, :width]
         where, end = queried.nonzero(as_tuple=True)
         recorder = Recorder(self.subject.blocks, (where, end), frozenset(), edits, (prompt, queried))

@@ -12,6 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.metadata import version
 from typing import Any, ClassVar
 
@@ -64,17 +65,15 @@ class BridgeForward(Forward):
         acts = self._acts(recorder)
         known, fired = self.bridge.hook_dict, set()
 
-        def hook_of(name, act):
-            def hook_function(x, hook):
-                fired.add(name)
-                return act(x)
-
-            return hook_function
+        def noted(name, act, x, hook):
+            fired.add(name)
+            return act(x)
 
         for name, (site, _) in acts.items():
             if name not in known:
                 raise self._unavailable(site, name)
-        with _one_pass, self.bridge.hooks(fwd_hooks=[(name, hook_of(name, act)) for name, (_, act) in acts.items()]):
+        hooks = [(name, partial(noted, name, act)) for name, (_, act) in acts.items()]
+        with _one_pass, self.bridge.hooks(fwd_hooks=hooks):
             output = self.bridge.original_model.get_output_embeddings()
             handle = output.register_forward_pre_hook(lambda _module, args: recorder.asked(args[0]))
             try:
