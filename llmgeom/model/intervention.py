@@ -153,7 +153,7 @@ class Runner:
         rows = replace(self.batch, posterior=None).take([*range(len(self.batch))] * len(copies))
         edits = [
             # With a spec batches may run at the same time: what is added depends on the batch alone.
-            Edit(at[0], self._edit(copies, at), (at[1],), spec={"patches": len(copies)})
+            Edit(at[0], partial(self._moved, copies, at), (at[1],), spec={"patches": len(copies)})
             for at in dict.fromkeys(at for one in copies for at in one.moves)
         ]
         resume = None
@@ -193,27 +193,23 @@ class Runner:
         line, position = at.nonzero(as_tuple=True)
         return line, position, self._row[prompt[line], place[line, position]]
 
-    def _edit(self, copies: Sequence[Intervention], location: Location) -> Callable[[Tensor, Where], Tensor]:
+    def _moved(self, copies: Sequence[Intervention], location: Location, x: Tensor, where: Where) -> Tensor:
+        """The activation of a pass of these copies, each moved by its intervention."""
         n = len(self.batch)
-
-        def function(x: Tensor, where: Where) -> Tensor:
-            copy = where.prompt.cpu() // n
-            prompt, place = where.prompt.cpu() % n, where.position.cpu()
-            line, position, row = self._rows(prompt, place)
-            before = x[line, position].flatten(1).double().cpu()
-            after = before.clone()
-            for j in copy.unique().tolist():
-                if location in copies[j].moves:
-                    one, mine = copies[j], copy[line] == j
-                    if one.at is not None:
-                        mine &= one.at[prompt[line], place[line, position]]
-                    step = one.dose * one.moves[location](before[mine], row[mine])
-                    after[mine, one.columns] += step[:, one.columns]
-            x = x.clone()
-            x[line, position] = after.to(x).unflatten(1, x.shape[2:])
-            return x
-
-        return function
+        copy, prompt, place = where.prompt.cpu() // n, where.prompt.cpu() % n, where.position.cpu()
+        line, position, row = self._rows(prompt, place)
+        before = x[line, position].flatten(1).double().cpu()
+        after = before.clone()
+        for j in copy.unique().tolist():
+            if location in copies[j].moves:
+                one, mine = copies[j], copy[line] == j
+                if one.at is not None:
+                    mine &= one.at[prompt[line], place[line, position]]
+                step = one.dose * one.moves[location](before[mine], row[mine])
+                after[mine, one.columns] += step[:, one.columns]
+        x = x.clone()
+        x[line, position] = after.to(x).unflatten(1, x.shape[2:])
+        return x
 
     # ---- attribution patching ---------------------------------------------------------------------------------------
 
