@@ -52,7 +52,8 @@ def untrained(like: Any, seed: Draw) -> Any:
     if not places:
         model.to_empty(device=next(like.parameters()).device)
         return model if _drawn(model, seed, poison=True) else initial(like, seed)
-    if _constructed(like):
+    if getattr(like, "all_tied_weights_keys", None):
+        # One tensor is in two places, and accelerate divides them when the model is whole.
         return initial(like, seed)
     from accelerate.utils import offload_weight, set_module_tensor_to_device
 
@@ -95,14 +96,6 @@ def _of_config(like: Any) -> Any:
     for parameter in model.parameters():  # buffers, such as rotary frequencies, keep the precision of the family
         parameter.data = parameter.data.to(like.dtype)
     return model
-
-
-def _constructed(like: Any) -> bool:
-    """Whether the controls of `like` are those of `initial`: tied weights spread over several places.
-
-    One tensor is then in two places, and accelerate divides them when the model is whole.
-    """
-    return bool(_spread(like) and getattr(like, "all_tied_weights_keys", None))
 
 
 def _spread(like: Any) -> dict[str, Any]:
@@ -189,7 +182,8 @@ def in_place(
 
 def _described(model: Any) -> bool:
     """Whether a model has the parameters and buffers that its config gives, all of them in memory."""
-    if _constructed(model) or any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+    divided = _spread(model) and getattr(model, "all_tied_weights_keys", None)  # `initial` draws its controls
+    if divided or any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         return False
     ours, given = (
         {
