@@ -88,15 +88,9 @@ class Origin:
 
 
 def question(
-    subject: Model,
-    task: World,
-    origin: Origin,
-    *,
-    n: int = 6000,
-    seed: int = 0,
-    nulls: int = CONTROLS,
+    subject: Model, task: World, origin: Origin, *, n: int = 6000, seed: int = 0, nulls: int = CONTROLS,
     batch_tokens: int = BATCH_TOKENS,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """Ask a model and `nulls` untrained controls n held-out sequences of a task and, where it has them, n seen ones.
 
     nulls: None for as many as the claims need, at most 20. Raises UserError: the model is edited, or has too few

@@ -38,19 +38,10 @@ from llmgeom.result import Result
 
 
 def run_probes(
-    subject: Model,
-    batch: Prompts,
-    probes: Mapping[str, Probe],
-    *,
-    samples: Mapping[str, Batch] | None = None,
-    controls: int = CONTROLS,
-    seed: int = 0,
-    batch_tokens: int = BATCH_TOKENS,
-    store: str | None = None,
-    facts: Mapping[str, Any] | None = None,
-    notes: Sequence[str] = (),
-    whole: bool = False,
-) -> Record:
+    subject: Model, batch: Prompts, probes: Mapping[str, Probe], *, samples: Mapping[str, Batch] | None = None,
+    controls: int = CONTROLS, seed: int = 0, batch_tokens: int = BATCH_TOKENS, store: str | None = None,
+    facts: Mapping[str, Any] | None = None, notes: Sequence[str] = (), whole: bool = False,
+) -> Record:  # fmt: skip
     """Measure `probes` in a model on a batch, with controls.
 
     Args:
@@ -144,11 +135,7 @@ class Run:
     # ---- captures ----------------------------------------------------------------------------------------------------
 
     def _read(
-        self,
-        kind: str,
-        draw: Draw | None = None,
-        build: Callable[[], Model] | None = None,
-        means: Tensor | None = None,
+        self, kind: str, draw: Draw | None = None, build: Callable[[], Model] | None = None, means: Tensor | None = None
     ) -> dict[str, Capture]:
         """Sample name -> its capture, read or loaded; a control is built only if a shard is missing."""
         every = self.plan.passes(kind, draw, self.store, means)

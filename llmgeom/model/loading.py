@@ -33,14 +33,9 @@ _BESIDE = {"8bit": "float16", "4bit": "bfloat16"}  # the precision in which bits
 
 
 def load(
-    located: hub.Located,
-    dtype: str | None,
-    device: str | None,
-    quantize: str | None,
-    device_map: str | None,
-    trust_remote_code: bool,
-    tokenizer_options: Mapping[str, Any] = {},
-) -> tuple[Any, Any, list[str]]:
+    located: hub.Located, dtype: str | None, device: str | None, quantize: str | None, device_map: str | None,
+    trust_remote_code: bool, tokenizer_options: Mapping[str, Any] = {},
+) -> tuple[Any, Any, list[str]]:  # fmt: skip
     """Model, tokenizer (None for a wind-tunnel model), and what the reader of a number must know of the loading.
 
     That is: tensors of the files that are not read, and what transformers warns of the tokenizer. The arguments are

@@ -202,19 +202,10 @@ class Pass:
 
 
 def plan_capture(
-    reader: Reader,
-    batch: Batch,
-    sites: Iterable[Site],
-    edits: Sequence[Edit] = (),
-    *,
-    positions: Positions = "query",
-    layers: Sequence[int] | None = None,
-    observers: Sequence[Observer] = (),
-    batch_tokens: int = BATCH_TOKENS,
-    store: str | None = None,
-    resume: Resume | None = None,
-    alone: bool = False,
-) -> Pass:
+    reader: Reader, batch: Batch, sites: Iterable[Site], edits: Sequence[Edit] = (), *, positions: Positions = "query",
+    layers: Sequence[int] | None = None, observers: Sequence[Observer] = (), batch_tokens: int = BATCH_TOKENS,
+    store: str | None = None, resume: Resume | None = None, alone: bool = False,
+) -> Pass:  # fmt: skip
     """The plan of `Model.capture` with the same arguments; `alone` as `Pass.alone`, for rows at the last position.
 
     Raises:
