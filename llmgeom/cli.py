@@ -27,10 +27,7 @@ from llmgeom.errors import UserError, first_line, redact
 STOPPING = b"\nllmgeom: stopping after the current step; a second Ctrl-C or SIGTERM stops at once\n"
 # Heading -> command -> short help. Each command is the `main` of llmgeom/commands/NAME.py, imported at its first use.
 COMMANDS = {
-    "Look": {
-        "lens": "See what each layer predicts",
-        "heads": "Find induction and other heads",
-    },
+    "Look": {"lens": "See what each layer predicts", "heads": "Find induction and other heads"},
     "Measure": {
         "scan": "Measure a model's geometry of uncertainty",
         "probe": "Test if a label of yours can be read",

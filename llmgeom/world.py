@@ -317,19 +317,15 @@ class World(ABC):
         Target and posterior are [sequence query ...].
         """
         sequences = self.draw_split(n, seeded(f"sample/{split}", seed, device), split)
+        x = sequences.inputs
         source = {"kind": "task", "name": self.title, "n": n, "seed": seed, "split": split, "spec": asdict(self)}
         return Batch(
-            inputs=self._padded(sequences.inputs, torch.full((n,), self.length)),
+            inputs=self._padded(x, torch.full((n,), self.length)),
             cluster=tuple(f"sequence {i}" for i in range(n)),
             source={**source, "trained": self.trained_queries},
             query=self.mask().expand(n, -1),
             target=sequences.target,
-            posterior=Posterior(
-                self.log_predictive(sequences.inputs),
-                self.log_belief(sequences.inputs),
-                self.answers.tokens,
-                self.bearing(sequences.inputs),
-            ),
+            posterior=Posterior(self.log_predictive(x), self.log_belief(x), self.answers.tokens, self.bearing(x)),
         )
 
     def truncated(self, n: int, seed: int, split: Split = "any", at: int | None = None) -> Batch:

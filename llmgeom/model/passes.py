@@ -244,22 +244,9 @@ def plan_capture(
     ]
     together = at_once(batches, lengths, batch_tokens, rules)
     plan = Pass(
-        batch,
-        tokens,
-        where,
-        examined,
-        sites,
-        edits,
-        batches,
-        sizes,
-        group_batches(sizes, together),
-        tuple(observers),
-        layers=layers,
-        at_once=together,
-        resume=resume,
-        shared=shared,
-        alone=alone,
-    )
+        batch, tokens, where, examined, sites, edits, batches, sizes, group_batches(sizes, together), tuple(observers),
+        layers=layers, at_once=together, resume=resume, shared=shared, alone=alone,
+    )  # fmt: skip
     if store is None or any(not observer.version for observer in plan.observers):
         return plan
     return replace(plan, store=Store(store, *_specs(reader, plan)))
