@@ -195,8 +195,9 @@ def _quantizing(how: str, located: hub.Located, device: str) -> dict[str, Any]:
     without trained weights to quantise."""
     if how not in _BESIDE:
         raise UserError(f"--quantize {how}: expected {' or '.join(_BESIDE)}")
-    if not installed(package := "bitsandbytes"):
-        raise UserError(f"--quantize {how} needs {package}: {OPTIONAL[package].install}")
+    if not installed("bitsandbytes"):
+        _, install = OPTIONAL["bitsandbytes"]
+        raise UserError(f"--quantize {how} needs bitsandbytes: {install}")
     if located.step0 or hub.tunnel(located.path):
         raise UserError(f"--quantize {how}: {located.name} is no language model's trained weights; leave it out")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # its reports on kernels are noise here
