@@ -150,11 +150,10 @@ def judge(results: Mapping[str, Result], available: int = 0) -> dict[str, Result
     Args:
         available: how many clusters of prompts the source has, if that is known: no larger n is asked for.
     """
-
-    def known(h: Estimate) -> Estimate:
-        return replace(h, available=available) if h.claim and h.rule.counts == "prompts" else h
-
-    return judged_together([_with_estimates(results, lambda _, h: known(h))])[0]
+    known = _with_estimates(
+        results, lambda _, h: replace(h, available=available) if h.claim and h.rule.counts == "prompts" else h
+    )
+    return judged_together([known])[0]
 
 
 def unjudged(results: Mapping[str, Result]) -> dict[str, Result]:

@@ -281,17 +281,11 @@ def measured_from(plain: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) ->
         groups, own = h["groups"], {name: value for name, value in h.items() if name != "groups"}
         without = Deletions(groups, arrays[DELETIONS + h["rule"]["name"]], h["units"]) if groups else None
         estimates.append(Estimate.of(own, without))
-    return Result(
-        **{
-            **plain,
-            "estimates": tuple(estimates),
-            "quantities": quantities,
-            "warnings": tuple(plain["warnings"]),
-            "notes": tuple(plain.get("notes", ())),
-            "ticks": {axis: tuple(names) for axis, names in plain.get("ticks", {}).items()},
-            "arrays": {name: arrays[name] for name in quantities},
-        }
-    )
+    nested: dict[str, Any] = {"estimates": tuple(estimates), "quantities": quantities}
+    nested |= {"arrays": {name: arrays[name] for name in quantities}}
+    nested |= {"warnings": tuple(plain["warnings"]), "notes": tuple(plain.get("notes", ()))}
+    nested |= {"ticks": {axis: tuple(names) for axis, names in plain.get("ticks", {}).items()}}
+    return Result(**{**plain, **nested})
 
 
 def finished(specs: Mapping[Path, str], files: str, program: str) -> dict[Path, Record]:

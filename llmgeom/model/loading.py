@@ -329,18 +329,15 @@ def tensors_hash(tensors: Mapping[str, Tensor]) -> str:
 
     One core takes half a minute for the bytes of 7e9 parameters in bfloat16: several are hashed at the same time.
     """
-
-    def line(name: str, numbers: Any) -> str:
-        return f"{name} {hashlib.sha256(numbers).hexdigest()}\n"
-
-    threads = torch.get_num_threads()
-    lines: list[str] = []
-    waiting: deque[Future[str]] = deque()
+    threads, names = torch.get_num_threads(), sorted(tensors)
+    digests: list[str] = []
+    waiting: deque[Future[Any]] = deque()
     with ThreadPoolExecutor(threads) as pool:
-        for name in sorted(tensors):
+        for name in names:
             numbers = tensors[name].detach().cpu().flatten().view(torch.uint8).numpy()
-            waiting.append(pool.submit(line, name, numbers))
+            waiting.append(pool.submit(hashlib.sha256, numbers))
             if len(waiting) > threads:  # few tensors of a GPU are in the host's memory at once
-                lines.append(waiting.popleft().result())
-        lines += [future.result() for future in waiting]
+                digests.append(waiting.popleft().result().hexdigest())
+        digests += [future.result().hexdigest() for future in waiting]
+    lines = (f"{name} {hexdigest}\n" for name, hexdigest in zip(names, digests, strict=True))
     return hashlib.sha256("".join(lines).encode()).hexdigest()

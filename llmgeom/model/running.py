@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -438,12 +438,9 @@ def queued(begin: Callable[[int], Callable[[], T]], order: Sequence[int]) -> Ite
         try:
             return begin(item)
         except Exception as error:
-            failure = error
-
-        def fail() -> T:
-            raise failure
-
-        return fail
+            failed: Future[T] = Future()
+            failed.set_exception(error)
+            return failed.result
 
     yield _requested(begun, order, 2)
 
