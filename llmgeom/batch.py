@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -34,6 +34,17 @@ class Tokens:
 
     ids: Tensor
     lengths: Tensor
+
+    @classmethod
+    def of(cls, rows: Collection[Sequence[int]]) -> Tokens:
+        """From the ids of each input."""
+        import torch
+
+        lengths = [len(row) for row in rows]
+        ids = torch.zeros(len(rows), max(lengths, default=0), dtype=torch.int64)
+        for line, row in zip(ids, rows, strict=True):
+            line[: len(row)] = torch.tensor(row, dtype=torch.int64)
+        return cls(ids, torch.tensor(lengths, dtype=torch.int64))
 
     def __len__(self) -> int:
         return self.ids.shape[0]
@@ -254,8 +265,6 @@ def _token_ids(prompts: Sequence[Any]) -> Batch | None:
 
     Raises UserError for a prompt without ids, and for an id below 0.
     """
-    import torch
-
     listed = [row.tolist() if hasattr(row, "tolist") else row for row in prompts]
     rows = [listed] if listed and all(map(_whole, listed)) else listed
     if not rows or not all(isinstance(row, list | tuple) for row in rows):
@@ -263,9 +272,7 @@ def _token_ids(prompts: Sequence[Any]) -> Batch | None:
     for place, row in enumerate(rows, 1):
         if not row or not all(_whole(token) and token >= 0 for token in row):
             raise UserError(f"prompt {place} is {brief(row)}: expected a string, or token ids, whole numbers from 0")
-    padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
-    tokens = Tokens(padded, torch.tensor([len(row) for row in rows]))
-    return Batch(tokens, tuple(map(str, range(len(rows)))), {"kind": "tokens", "name": "token ids"})
+    return Batch(Tokens.of(rows), tuple(map(str, range(len(rows)))), {"kind": "tokens", "name": "token ids"})
 
 
 def _whole(token: Any) -> bool:

@@ -298,7 +298,7 @@ def together(samples: Mapping[str, Batch], alone: Collection[str] = ()) -> list[
     The main sample is a batch of its own, and so are samples in `alone`: a preview reads them before the others are
     drawn. So is one with queries of its own, or of numbers. The prompts of all others are one batch, none twice.
     """
-    found: dict[tuple, tuple[Tensor, Batch, int]] = {}  # identity of a prompt -> its tokens, and where it stands
+    found: dict[tuple, tuple[Batch, int]] = {}  # identity of a prompt, its tokens first -> where it stands
     rows: dict[str, list[tuple]] = {}
     batches: list[tuple[Batch, Places]] = []
     for name, batch in samples.items():
@@ -310,16 +310,15 @@ def together(samples: Mapping[str, Batch], alone: Collection[str] = ()) -> list[
         # Tokens, and columns, which an observer may read.
         rows[name] = [(tuple(ids), *map(str, row)) for ids, row in zip(tokens.real, columns, strict=True)]
         for i, prompt in enumerate(rows[name]):
-            found.setdefault(prompt, (tokens.ids[i, : len(prompt[0])], batch, i))
+            found.setdefault(prompt, (batch, i))
     if found:
         place = {prompt: i for i, prompt in enumerate(found)}
         names = set.intersection(*(set(samples[name].columns) for name in rows))
-        ids = [one for one, _, _ in found.values()]
         joined = Batch(
-            Tokens(torch.nn.utils.rnn.pad_sequence(ids, batch_first=True), torch.tensor([len(one) for one in ids])),
-            tuple(batch.cluster[i] for _, batch, i in found.values()),
+            Tokens.of([ids for ids, *_ in found]),
+            tuple(batch.cluster[i] for batch, i in found.values()),
             {"kind": "further samples"},
-            columns={name: tuple(batch.columns[name][i] for _, batch, i in found.values()) for name in sorted(names)},
+            columns={name: tuple(batch.columns[name][i] for batch, i in found.values()) for name in sorted(names)},
         )
         batches.append((joined, {name: torch.tensor([place[one] for one in each]) for name, each in rows.items()}))
     return batches
