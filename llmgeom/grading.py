@@ -93,8 +93,7 @@ def question(
 ) -> Plan:  # fmt: skip
     """Ask a model and `nulls` untrained controls n held-out sequences of a task and, where it has them, n seen ones.
 
-    nulls: None for as many as the claims need, at most 20. Raises UserError: the model is edited, or has too few
-    outputs; targets were corrupted and the task asks for numbers.
+    Raises UserError: the model is edited, or has too few outputs; targets were corrupted and the task asks for numbers.
     """
     check_readable(subject, task)
     trained, corrupt = min(task.trained_queries, origin.trained or task.trained_queries), origin.corrupt
@@ -108,20 +107,19 @@ def question(
     drew, observer = int(origin.facts.get("sequences", MOST)), answer_observer(task, grading.SEEN)
     # Name -> what is measured, in the order of the page; `trained_on` has the targets as training drew them.
     asks: dict[str, tuple[Evaluation, grading.Ask]] = {
-        POSTERIOR: (exact, partial(results.distance, POSTERIOR, (*drawn, sizes))),
-        MIXTURE: (trained_on, partial(results.distance, MIXTURE, (*drawn, sizes))),
-        CALIBRATION: (trained_on, results.calibration),
-        MEMORY: (trained_on, partial(results.memory, (sizes,))),
-        STATES: (trained_on, partial(results.states, (sizes,))),
-        HORIZON: (trained_on, results.horizon),
+        POSTERIOR: (exact, partial(results.distance, POSTERIOR, (*drawn, sizes)))
     }
-    left_out = {MIXTURE} if trained_on is exact else set()
-    left_out |= set() if held_out else {STATES}
-    left_out |= set() if trained_on.trained < len(task.query) else {HORIZON}
+    if corrupt:
+        asks[MIXTURE] = trained_on, partial(results.distance, MIXTURE, (*drawn, sizes))
+    asks[CALIBRATION] = trained_on, results.calibration
+    asks[MEMORY] = trained_on, partial(results.memory, (sizes,))
+    if held_out:
+        asks[STATES] = trained_on, partial(results.states, (sizes,))
+    if trained_on.trained < len(task.query):
+        asks[HORIZON] = trained_on, results.horizon
     probes = {
         name: GradeProbe(evaluation, drew, ask, observer, name == MEMORY and not task.memorisable, corrupt, held_out)
         for name, (evaluation, ask) in asks.items()
-        if name not in left_out
     }
     known = as_exact(exact.finite, trained)
     seen = {} if task.memorisable else {grading.SEEN: replace(trained_on, split="seen").batch}
