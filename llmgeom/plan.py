@@ -23,7 +23,7 @@ from llmgeom.flags import places, positions as places_of
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.capture import ATTENDING, INSIDE, OUTPUTS, Site
 from llmgeom.model.model import Model
-from llmgeom.model.no_context import NoContext
+from llmgeom.model.no_context import WRITES, NoContext
 from llmgeom.model.passes import Draw, Pass, descent, identity, plan_capture, run_spec
 from llmgeom.model.tokenizing import shuffle, special_tokens
 from llmgeom.probe import MOST_PROMPTS, NO_CONTEXT, PERMUTED, SHUFFLED, UNTRAINED, Needs, Probe
@@ -216,7 +216,7 @@ class Plan:
                 sites |= {Site.ENTROPY, Site.LIKELY}
                 if self.sites is None or Site.ATTENTION in self.sites:
                     observers += attention_observer(self.subject, batch)
-                observers += [self.no_context.observer] if self.no_context else []
+                observers += [WRITES] if self.no_context else []
             silent = self.no_context if kind == NO_CONTEXT else None
             edits = [silent.edit(batch, means)] if silent else []
             wanted = sites.union(*(one.wanted for one in observers))
