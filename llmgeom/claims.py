@@ -194,17 +194,18 @@ def judge_estimates(estimates: Sequence[Estimate]) -> tuple[Estimate, ...]:
     posed = [h for h in estimates if h.claim]
     questions = ("p", "p_excluded", "p_opposite")
     adjusted = zip(*(holm([getattr(h.excess, name) for h in posed]).tolist() for name in questions), strict=True)
-
-    def judged(h: Estimate) -> Estimate:
-        h = replace(h, adjusted=next(adjusted), among=len(posed))
-        # Clusters at which the declared effect, where it is there, holds with 90 % power; 0 where no number does.
-        if word(h)[0] == "open" and h.excess.setting.noise:
-            sides = 2 if h.rule.equivalence == "within" else 1
-            h = replace(h, needed=clusters_needed(replace(h.excess.setting, claims=h.among, sides=sides)) or 0)
-        verdict, why = word(h)
-        return replace(h, verdict=verdict, why=why)
-
-    return tuple(judged(h) if h.claim else h for h in estimates)
+    judged = []
+    for h in estimates:
+        if h.claim:
+            h = replace(h, adjusted=next(adjusted), among=len(posed))
+            # Clusters at which the declared effect, where it is there, holds with 90 % power; 0 where no number does.
+            if word(h)[0] == "open" and h.excess.setting.noise:
+                sides = 2 if h.rule.equivalence == "within" else 1
+                h = replace(h, needed=clusters_needed(replace(h.excess.setting, claims=h.among, sides=sides)) or 0)
+            verdict, why = word(h)
+            h = replace(h, verdict=verdict, why=why)
+        judged.append(h)
+    return tuple(judged)
 
 
 def layer_band(draws: Mapping[str, np.ndarray], side: Side = "upper") -> np.ndarray | None:

@@ -348,12 +348,6 @@ class Result:
         """One of the arrays."""
         return self.arrays[name]
 
-    def at_layers(self, layers: tuple[int, ...] | None) -> Result:
-        """A copy with the numbers of chosen layers along the axis of that name."""
-        if layers is None or not any("layer" in declared.axes for declared in self.quantities.values()):
-            return self
-        return replace(self, ticks={"layer": layers, **self.ticks})
-
     def __repr__(self) -> str:
         return f"<Result {self.title!r}: {len(self.estimates)} metrics, {len(self.arrays)} arrays>"
 

@@ -344,7 +344,9 @@ class Run:
                 result = probe.measure(data)
                 if not isinstance(result, Result):
                     raise TypeError(f"probe {name!r} returned a {type(result).__name__}: expected what Result.of gives")
-                answers[name] = result.at_layers(data.layers)
+                if data.layers is not None and any("layer" in one.axes for one in result.quantities.values()):
+                    result = replace(result, ticks={"layer": data.layers, **result.ticks})
+                answers[name] = result
             except UserError as refusal:
                 answers[name] = str(refusal)
             tell(f"measuring {name}", done + 1, len(probes))

@@ -48,7 +48,8 @@ def untrained(like: Any, seed: Draw) -> Any:
         model = copy.deepcopy(like)
         permute(model, seed)
         return model
-    model = _weightless(like)
+    with torch.device("meta"):
+        model = _of_config(like)
     if not places:
         model.to_empty(device=next(like.parameters()).device)
         return model if _drawn(model, seed, poison=True) else initial(like, seed)
@@ -81,11 +82,6 @@ def initial(like: Any, seed: int) -> Any:
     if not _spread(like):
         return model.to(device=next(like.parameters()).device)
     return _dispatched(model, like, _scratch(model), None)
-
-
-def _weightless(like: Any) -> Any:
-    with torch.device("meta"):
-        return _of_config(like)
 
 
 def _of_config(like: Any) -> Any:
@@ -185,13 +181,15 @@ def _described(model: Any) -> bool:
     divided = _spread(model) and getattr(model, "all_tied_weights_keys", None)  # `initial` draws its controls
     if divided or any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         return False
+    with torch.device("meta"):
+        of_config = _of_config(model)
     ours, given = (
         {
             name: (tensor.shape, tensor.dtype)
             for named in (one.named_parameters, one.named_buffers)
             for name, tensor in named(remove_duplicate=False)
         }
-        for one in (model, _weightless(model))
+        for one in (model, of_config)
     )
     return ours == given
 
@@ -224,7 +222,7 @@ class Saved:
         holders: list[dict[str, Any]] = [x for module in model.modules() for x in (module._parameters, module._buffers)]
         places = [(held, name, x) for held in holders for name, x in held.items() if x is not None]
         for tensor in _once(places):
-            file.write(memoryview(_bytes(tensor.detach().cpu().contiguous())))
+            file.write(memoryview(tensor.detach().cpu().flatten().view(torch.uint8).numpy()))
         file.flush()
         for one in (*model.modules(), *_once(places)):
             vars(one).pop("_is_hf_initialized", None)
@@ -243,7 +241,8 @@ class Saved:
             for tensor in _once(self.places):
                 direct = tensor.device.type == "cpu" and tensor.is_contiguous()
                 numbers = tensor.detach() if direct else torch.empty(tensor.shape, dtype=tensor.dtype)
-                if self.file.readinto(memoryview(_bytes(numbers))) != numbers.nbytes:
+                memory = memoryview(numbers.reshape(-1).view(torch.uint8).numpy())
+                if self.file.readinto(memory) != numbers.nbytes:
                     raise OSError("the file of the weights ended early")
                 if not direct and 0 not in tensor.stride():  # nobody can write to an expanded buffer
                     tensor.copy_(numbers)
@@ -256,11 +255,6 @@ class Saved:
 def _once(places: Places) -> list[Tensor]:
     """The tensors, a tied one once."""
     return list({id(tensor): tensor for _, _, tensor in places}.values())
-
-
-def _bytes(tensor: Tensor) -> Any:
-    """The bytes of a contiguous tensor on the CPU, in its own memory."""
-    return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
 # ---- drawing ---------------------------------------------------------------------------------------------------------

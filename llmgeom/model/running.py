@@ -65,11 +65,8 @@ def gather(
     prompt, position = plan.where.nonzero(as_tuple=True)
     whole: Mapping[Key, Tensor] = tensors
     if on_disk is not None:
-
-        def read(key: Key, rows: Tensor) -> Tensor:
-            return on_disk.rows(_name(key), len(plan.groups), rows)
-
-        whole = LazyTensors(read, [_key(name) for name in on_disk.names(0)] if plan.groups else [], plan.order)
+        there = [_key(name) for name in on_disk.names(0)] if plan.groups else []
+        whole = LazyTensors(lambda key, rows: on_disk.rows(_name(key), len(plan.groups), rows), there, plan.order)
     return Capture(plan.batch, prompt, position, plan.tokens.lengths, whole, tuple(events))
 
 
@@ -132,12 +129,7 @@ def _making(
             room(plan.store.folder, sum(plan.sizes[i] for n in plan.missing(shards) for i in plan.groups[n]))
         if not only_stored:
             batch = stack.enter_context(_batches(reader, plan, shards))
-
-        def shard(index: int) -> Made:
-            with interrupt.deferred():
-                return _shard(plan, index, batch)
-
-        yield shard
+        yield lambda index: _shard(plan, index, batch)
 
 
 def _name(key: Key) -> str:
@@ -168,6 +160,7 @@ def _batches(reader: Reader, plan: Pass, shards: Iterable[int]) -> AbstractConte
     return ahead(lambda i: begin(i)(), order, 1 if ordered else min(plan.at_once, torch.get_num_threads()))
 
 
+@interrupt.deferred()
 def _shard(plan: Pass, index: int, batch: Callable[[int], Made] | None) -> Made:
     """The tensors of one shard and the events on the way: read where it is stored and sound, else made and stored.
 
