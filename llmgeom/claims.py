@@ -8,14 +8,15 @@ from __future__ import annotations
 import hashlib
 import math
 import textwrap
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 
-from llmgeom.files import filled, read_entries
 from llmgeom.result import Estimate, Result
 from llmgeom.stats.controls import Null, compared
 from llmgeom.stats.resampling import Interval, band
@@ -23,6 +24,7 @@ from llmgeom.stats.tests import Side, holm
 from llmgeom.stats.verdict import Claim, Setting, needed as clusters_needed, word
 
 FOLDER = Path(__file__).parent / "claims"
+HINTS = get_type_hints(Claim)
 RULE = ("side", "effect", "scale", "equivalence", "range")  # fields of a claim that decide its verdict
 
 
@@ -35,14 +37,24 @@ def entries(folder: Path = FOLDER) -> Mapping[tuple[str, str], Claim]:
     """
     every: dict[tuple[str, str], Claim] = {}
     for path in sorted(folder.glob("*.toml")):
-        for where, entry in read_entries(path, "metric", "probe", "name"):
+        try:
+            body = tomllib.loads(path.read_text(encoding="utf-8"))
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"{path.name} is not TOML: {error}") from None
+        if set(body) != {"metric"} or not isinstance(body["metric"], list):
+            held = ", ".join(sorted(body)) or "nothing"
+            raise ValueError(f"{path.name} holds {held}; expected [[metric]] entries alone")
+        for number, entry in enumerate(body["metric"], 1):
+            where = f"{path.name}, entry {number} ({entry.get('probe')}: {entry.get('name')})"
             probe = entry.pop("probe", "")
             if not isinstance(probe, str) or not probe:
                 raise ValueError(f"{where}: probe is {probe!r}; name one")
-            claim = filled(Claim, entry, where)
-            needed = ("claim", "null", "source", "scale") if "claim" in entry else ()
+            _check_types(entry, where)
+            further = ("claim", "null", "source", "scale") if "claim" in entry else ()
+            needed = ("name", "unit", "side", "effect", *further)
             if missing := [key for key in needed if not entry.get(key)]:
                 raise ValueError(f"{where}: {', '.join(missing)} missing")
+            claim = Claim(**entry)
             if not 0 < claim.effect < math.inf:
                 raise ValueError(f"{where}: effect is {claim.effect:g}; give a number above 0")
             ends: Sequence[float] = claim.range if isinstance(claim.range, list | tuple) else ()
@@ -54,6 +66,21 @@ def entries(folder: Path = FOLDER) -> Mapping[tuple[str, str], Claim]:
                 raise ValueError(f"{where} is declared twice; keep one")
             every[probe, claim.name] = replace(claim, range=(ends[0], ends[1]))
     return every
+
+
+def _check_types(entry: Mapping[str, Any], where: str) -> None:
+    """Raises ValueError for a key that is no field of `Claim`, or a value of another type; its message begins with
+    `where`."""
+    for key, value in entry.items():
+        if key not in HINTS:
+            raise ValueError(f"{where}: unknown key {key!r}; known: {', '.join(HINTS)}")
+        kind = HINTS[key]
+        choices = [choice for choice in get_args(kind) if isinstance(choice, str)]
+        if choices and value not in choices:
+            raise ValueError(f"{where}: {key} is {value!r}; expected one of {', '.join(choices)}")
+        number = type(value) in (int, float) and math.isfinite(value)
+        if (kind is str and type(value) is not str) or (kind is float and not number):
+            raise ValueError(f"{where}: {key} is {value!r}; expected a {kind.__name__}")
 
 
 def declared(probe: str, folder: Path = FOLDER) -> Mapping[str, Claim]:
