@@ -183,11 +183,6 @@ def judge(results: Mapping[str, Result], available: int = 0) -> dict[str, Result
     return judged_together([known])[0]
 
 
-def unjudged(results: Mapping[str, Result]) -> dict[str, Result]:
-    """The results with claims as plain measurements: their values are there, the controls that judge them are not."""
-    return _with_estimates(results, lambda _, h: h.saying(""))
-
-
 def judged_together(records: Sequence[Mapping[str, Result]]) -> list[dict[str, Result]]:
     """The results of several records of one run with one correction over all their claims, since they are read as one.
 

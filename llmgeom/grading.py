@@ -60,11 +60,6 @@ class Origin:
         require_exact(task)
         return task
 
-    @property
-    def corrupt(self) -> float:
-        """The probability with which training drew a target again."""
-        return float(self.facts.get("training", {}).get("corrupt", 0.0))
-
     def doubts(self, task: World) -> Iterator[str]:
         """Doubts about a verdict on this task."""
         if not self.task:
@@ -96,14 +91,16 @@ def question(
     Raises UserError: the model is edited, or has too few outputs; targets were corrupted and the task asks for numbers.
     """
     check_readable(subject, task)
-    trained, corrupt = min(task.trained_queries, origin.trained or task.trained_queries), origin.corrupt
+    training = origin.facts.get("training", {})
+    corrupt = float(training.get("corrupt", 0.0))  # the probability with which it drew a target again
+    trained = min(task.trained_queries, origin.trained or task.trained_queries)
     exact = Evaluation(task, n, seed, task.test_split, trained)
     trained_on = replace(exact, corrupt=corrupt) if corrupt else exact
     sizes = origin.sizes(task, subject.facts["parameters"])
     asked = "any hypothesis" if task.memorisable else "hypotheses held out of training"
     other = [f"trained on {origin.task}"] * (origin.task not in ("", task.title))
     drawn = (f"{n} sequences of {asked}", *other)
-    held_out = origin.facts.get("training", {}).get("hold_out") == "states"  # training had no loss in some of them
+    held_out = training.get("hold_out") == "states"  # it had no loss in some of them
     drew, observer = int(origin.facts.get("sequences", MOST)), answer_observer(task, grading.SEEN)
     # Name -> what is measured, in the order of the page; `trained_on` has the targets as training drew them.
     asks: dict[str, tuple[Evaluation, grading.Ask]] = {

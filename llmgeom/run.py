@@ -266,10 +266,15 @@ class Run:
         of_prompts = np.bincount(prompt, entropy, len(batch)) / np.bincount(prompt, minlength=len(batch))
         edits = [edit.identity for edit in subject.edits]
         claimed = any(h.claim for measured in results.values() for h in measured.estimates)
+        if judged:
+            results = claims.judge(results, plan.batch.source.get("available", 0))
+        else:  # claims as plain measurements: the controls that judge them are not there
+            results = {
+                name: replace(one, estimates=tuple(h.saying("") for h in one.estimates))
+                for name, one in results.items()
+            }
         return Record(
-            results=claims.judge(results, plan.batch.source.get("available", 0))
-            if judged
-            else claims.unjudged(results),
+            results=results,
             unmeasured=reasons,
             prompts=prompt_table(subject, batch, tokens, of_prompts, capture),
             subject=subject.facts_now,
