@@ -222,7 +222,7 @@ class Plan:
             wanted = sites.union(*(one.wanted for one in observers))
             # Without context nothing moves between positions: where no attention is read, the last one runs alone.
             alone = silent is not None and batch.query is None and not wanted & INSIDE and silent.cuts_all(batch)
-            more = {"observers": [*dict.fromkeys(observers)], "edits": edits, "alone": alone}
+            more: dict[str, Any] = {"observers": [*dict.fromkeys(observers)], "edits": edits, "alone": alone}
             found.append((plan_capture(reader, batch, sites, **more, **options), rows))
         return found
 

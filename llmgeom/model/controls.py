@@ -222,7 +222,7 @@ class Saved:
         holders: list[dict[str, Any]] = [x for module in model.modules() for x in (module._parameters, module._buffers)]
         places = [(held, name, x) for held in holders for name, x in held.items() if x is not None]
         for tensor in _once(places):
-            file.write(memoryview(tensor.detach().cpu().flatten().view(torch.uint8).numpy()))
+            file.write(memoryview(_bytes(tensor.detach().cpu().contiguous())))
         file.flush()
         for one in (*model.modules(), *_once(places)):
             vars(one).pop("_is_hf_initialized", None)
@@ -241,8 +241,7 @@ class Saved:
             for tensor in _once(self.places):
                 direct = tensor.device.type == "cpu" and tensor.is_contiguous()
                 numbers = tensor.detach() if direct else torch.empty(tensor.shape, dtype=tensor.dtype)
-                memory = memoryview(numbers.reshape(-1).view(torch.uint8).numpy())
-                if self.file.readinto(memory) != numbers.nbytes:
+                if self.file.readinto(memoryview(_bytes(numbers))) != numbers.nbytes:
                     raise OSError("the file of the weights ended early")
                 if not direct and 0 not in tensor.stride():  # nobody can write to an expanded buffer
                     tensor.copy_(numbers)
@@ -255,6 +254,11 @@ class Saved:
 def _once(places: Places) -> list[Tensor]:
     """The tensors, a tied one once."""
     return list({id(tensor): tensor for _, _, tensor in places}.values())
+
+
+def _bytes(tensor: Tensor) -> Any:
+    """The bytes of a contiguous tensor on the CPU, in its own memory."""
+    return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
 # ---- drawing ---------------------------------------------------------------------------------------------------------

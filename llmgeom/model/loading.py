@@ -334,7 +334,7 @@ def tensors_hash(tensors: Mapping[str, Tensor]) -> str:
     waiting: deque[Future[Any]] = deque()
     with ThreadPoolExecutor(threads) as pool:
         for name in names:
-            numbers = tensors[name].detach().cpu().flatten().view(torch.uint8).numpy()
+            numbers: Any = tensors[name].detach().cpu().flatten().view(torch.uint8).numpy()
             waiting.append(pool.submit(hashlib.sha256, numbers))
             if len(waiting) > threads:  # few tensors of a GPU are in the host's memory at once
                 digests.append(waiting.popleft().result().hexdigest())

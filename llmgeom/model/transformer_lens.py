@@ -103,7 +103,7 @@ class BridgeForward(Forward):
         key = "attn.hook_k" if as_projected or config.model_type == "opt" else "attn.hook_rot_k"
         hooks = HOOKS | {Site.KEY: key, Site.QUERY: "attn.hook_q" if as_projected else "attn.hook_rot_q"}
         sites = recorder.wanted | {Site.Z} | ({Site.ATTENTION} if recorder.wanted & ROWS else set())
-        acts = {
+        acts: dict[str, tuple[Site, Callable[[Tensor], Tensor | None]]] = {
             f"blocks.{layer}.{hook}": (site, partial(self._act, recorder, site, layer))
             for layer in range(depth)
             for site, hook in hooks.items()
