@@ -334,15 +334,10 @@ class Result:
                     meaning = f"{at.replace('_', ' ').strip()}: {q.meaning}"
                     q = replace(q, meaning=meaning, figure=q.figure and replace(q.figure, **others))
                 quantities[at + name] = q
-        return cls(
-            title,
-            **(read_texts(texts)[title] if texts else {}),
-            estimates=tuple(h for part in every for h in part.estimates),
-            quantities=quantities,
-            arrays={at + name: array for at, part in parts.items() for name, array in part.arrays.items()},
-            **texts_of,
-            **named,
-        )
+        estimates = tuple(h for part in every for h in part.estimates)
+        arrays = {at + name: array for at, part in parts.items() for name, array in part.arrays.items()}
+        named |= read_texts(texts)[title] if texts else {}
+        return cls(title, estimates, quantities, arrays, **texts_of, **named)
 
     def __getitem__(self, name: str) -> np.ndarray:
         """One of the arrays."""

@@ -338,13 +338,9 @@ class Run:
             unseen = None
             if without and NO_CONTEXT in needs.controls and needs.examine is None and needs.collect is not None:
                 unseen = needs.collect(without, None)
-            data = replace(
-                data,
-                layers=plan.layers_of(name),
-                observations=self.observations.get(name),
-                control_observations=tuple(self.of_controls.get(name, ())),
-                no_context_observations=unseen,
-            )
+            seen: dict[str, Any] = {"observations": self.observations.get(name), "no_context_observations": unseen}
+            seen["control_observations"] = tuple(self.of_controls.get(name, ()))
+            data = replace(data, layers=plan.layers_of(name), **seen)
             try:
                 result = probe.measure(data)
                 if not isinstance(result, Result):

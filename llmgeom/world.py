@@ -355,14 +355,8 @@ class World(ABC):
             about = exact.predictive if exact.belief is None else exact.belief
             columns["likeliest"] = tuple(about[:, 0].argmax(-1).tolist())
         assert whole.target is not None
-        return replace(
-            whole,
-            inputs=self._padded(whole.tokens.data, lengths),
-            query=None,
-            target=whole.target[torch.arange(n), chosen][:, None],
-            columns=columns,
-            posterior=exact,
-        )
+        inputs, target = self._padded(whole.tokens.data, lengths), whole.target[torch.arange(n), chosen][:, None]
+        return replace(whole, inputs=inputs, query=None, target=target, columns=columns, posterior=exact)
 
     def _padded(self, inputs: Tensor, lengths: Int[Tensor, " sequence"]) -> Rows | Tokens:
         return Rows(inputs, lengths) if self.features else Tokens(inputs, lengths)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -180,17 +180,13 @@ class Capture:
         ends, each = counts.cumsum(0)[prompts], counts[prompts]
         place = torch.arange(len(prompts)).repeat_interleave(each)
         rows = by_prompt[torch.arange(len(place)) + (ends - each.cumsum(0))[place]]
-        tensors = self.tensors
-        return replace(
-            self,
-            batch=self.batch.take(prompts.tolist()) if batch is None else batch,
-            prompt=place,
-            position=self.position[rows],
-            lengths=self.lengths[prompts],
-            tensors=LazyTensors(tensors.read, tensors, tensors.rows[rows])
-            if isinstance(tensors, LazyTensors)
-            else {key: tensors[key][rows] for key in tensors},
-        )
+        batch = self.batch.take(prompts.tolist()) if batch is None else batch
+        tensors: Mapping[Key, Tensor] = self.tensors
+        if isinstance(tensors, LazyTensors):
+            tensors = LazyTensors(tensors.read, tensors, tensors.rows[rows])
+        else:
+            tensors = {key: tensors[key][rows] for key in tensors}
+        return Capture(batch, place, self.position[rows], self.lengths[prompts], tensors, self.events)
 
     def observed(self, name: str) -> Tensor:
         """An array of an observer, [row ...]; `name` is OBSERVER.ARRAY. Raises LookupError if it was not taken."""

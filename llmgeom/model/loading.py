@@ -70,14 +70,9 @@ def load(
             # Some versions of transformers (5.17 to 5.20) choose sdpa, which leaves the cap out.
             placed["attn_implementation"] = "eager"
         both: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            located.path,
-            output_loading_info=True,
-            config=config,
-            dtype=default_dtype(dtype or _BESIDE.get(quantize or ""), device, config),
-            use_safetensors=True,
-            **placed,
-            **shared,
-        )
+            located.path, config=config, dtype=default_dtype(dtype or _BESIDE.get(quantize or ""), device, config),
+            output_loading_info=True, use_safetensors=True, **placed, **shared,
+        )  # fmt: skip
     loaded, found = both
     if found["missing_keys"]:
         # transformers would fill these at random and go on.
