@@ -117,10 +117,8 @@ def of_tokens(tokens: Tokens | Rows) -> str:
 
 def of_facts(batch: Batch) -> str:
     """Clusters, columns, targets and posterior of a batch: the facts that a probe may read besides tokens."""
-    facts: dict[str, Any] = {
-        "cluster": batch.cluster,
-        "columns": {k: list(map(str, v)) for k, v in batch.columns.items()},
-    }
+    columns = {name: list(map(str, column)) for name, column in batch.columns.items()}
+    facts: dict[str, Any] = {"cluster": batch.cluster, "columns": columns}
     tensors = {"query": batch.query, "target": batch.target}
     facts |= {name: sha256(x.numpy().tobytes()) for name, x in tensors.items() if x is not None}
     answers = ""
