@@ -1,4 +1,8 @@
-"""Answers: predictions about tokens or real numbers, read from logits, scored and compared."""
+"""Answers: predictions about tokens or real numbers, read from logits, scored and compared.
+
+`read` turns logits into a *prediction*, the tensor in which the model, the exact answer and every trivial predictor are
+compared. Losses, entropies and divergences are in nats.
+"""
 
 from __future__ import annotations
 
@@ -6,35 +10,13 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from llmgeom.stats import information
-
-
-class Answers(Protocol):
-    """A family of predictive distributions.
-
-    `read` turns logits into a *prediction*, the tensor in which the model, the exact answer and every trivial predictor
-    are compared. Losses, entropies and divergences are in nats.
-
-    Attributes:
-        tokens: The token of each outcome; empty for real-valued answers.
-    """
-
-    @property
-    def tokens(self) -> tuple[int, ...]: ...
-    def read(self, logits: Tensor) -> Tensor: ...
-    def exact(self, log_predictive: Tensor) -> Tensor: ...
-    def loss(self, prediction: Tensor, target: Tensor) -> Tensor: ...
-    def cross_entropy(self, exact: Tensor, prediction: Tensor) -> Tensor: ...
-    def entropy(self, prediction: Tensor) -> Tensor: ...
-    def kl(self, exact: Tensor, prediction: Tensor) -> Tensor: ...
-    def tv(self, exact: Tensor, prediction: Tensor) -> Tensor: ...
-    def mean(self, prediction: Tensor, dims: tuple[int, ...]) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -46,6 +28,9 @@ class Categorical:
     """
 
     tokens: tuple[int, ...]
+    entropy = staticmethod(information.entropy)
+    kl = staticmethod(information.kl)
+    tv = staticmethod(information.tv)
 
     def read(self, logits: Float[Tensor, "*at token"]) -> Float[Tensor, "*at prediction"]:
         """log_softmax over the vocabulary in float32, gathered."""
@@ -68,15 +53,6 @@ class Categorical:
         p = exact.exp()
         return -(p * prediction).masked_fill(p == 0, 0).sum(-1)
 
-    def entropy(self, prediction: Tensor) -> Tensor:
-        return information.entropy(prediction)
-
-    def kl(self, exact: Tensor, prediction: Tensor) -> Tensor:
-        return information.kl(exact, prediction)
-
-    def tv(self, exact: Tensor, prediction: Tensor) -> Tensor:
-        return information.tv(exact, prediction)
-
     def mean(self, prediction: Tensor, dims: tuple[int, ...]) -> Tensor:
         """The mixture with equal weights: log of the mean probability."""
         count = math.prod(prediction.shape[d] for d in dims)
@@ -90,7 +66,7 @@ class Gaussian:
     Entropies are differential, so they may be negative.
     """
 
-    tokens = ()
+    tokens: ClassVar[tuple[int, ...]] = ()  # no outcome is a token
 
     def read(self, logits: Float[Tensor, "*at 2"]) -> Float[Tensor, "*at 2"]:
         return logits.float()
@@ -140,6 +116,9 @@ class Gaussian:
         m, v = prediction[..., 0], prediction[..., 1].exp()
         centre = m.mean(dims, keepdim=True)
         return torch.stack([centre, (v + (m - centre).square()).mean(dims, keepdim=True).log()], -1)
+
+
+Answers: TypeAlias = Categorical | Gaussian
 
 
 def uniform(inputs: Tensor, queries: int, outcomes: int) -> Float[Tensor, "sequence query outcome"]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 # What `Batch.of` takes.
 Prompts: TypeAlias = "Batch | str | Iterable[str] | Iterable[int] | Iterable[Iterable[int]]"
-NO_EXACT = "these prompts have no exact answer; it takes a wind tunnel (--task)"
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,17 @@ class Tokens:
 
     ids: Tensor
     lengths: Tensor
+
+    @classmethod
+    def of(cls, rows: Collection[Sequence[int]]) -> Tokens:
+        """From the ids of each input."""
+        import torch
+
+        lengths = [len(row) for row in rows]
+        ids = torch.zeros(len(rows), max(lengths, default=0), dtype=torch.int64)
+        for line, row in zip(ids, rows, strict=True):
+            line[: len(row)] = torch.tensor(row, dtype=torch.int64)
+        return cls(ids, torch.tensor(lengths, dtype=torch.int64))
 
     def __len__(self) -> int:
         return self.ids.shape[0]
@@ -116,17 +126,9 @@ class Posterior:
         return self._of(lambda each: each.flatten(0, 1))
 
     def _of(self, pick: Callable[[Tensor], Tensor]) -> Posterior:
-        def some(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else pick(tensor)
-
-        return replace(
-            self,
-            predictive=pick(self.predictive),
-            trivial={name: pick(tensor) for name, tensor in self.trivial.items()},
-            belief=some(self.belief),
-            bearing=some(self.bearing),
-            answers=some(self.answers),
-        )
+        tensors = {name: getattr(self, name) for name in ("predictive", "belief", "bearing", "answers")}
+        picked: dict[str, Any] = {name: pick(tensor) for name, tensor in tensors.items() if tensor is not None}
+        return replace(self, trivial={name: pick(tensor) for name, tensor in self.trivial.items()}, **picked)
 
 
 @dataclass(frozen=True)
@@ -212,7 +214,7 @@ class Batch:
     def exact(self) -> Posterior:
         """The exact answer. Raises Unavailable if there is none."""
         if self.posterior is None:
-            raise Unavailable(NO_EXACT)
+            raise Unavailable("these prompts have no exact answer; it takes a wind tunnel (--task)")
         return self.posterior
 
     def column(self, name: str) -> tuple:
@@ -245,10 +247,8 @@ class Batch:
         index = [int(i) for i in index]
         if isinstance(self.inputs, Text):
             inputs: Text | Tokens | Rows = Text(tuple(self.inputs.strings[i] for i in index))
-        elif isinstance(self.inputs, Tokens):
-            inputs = Tokens(self.inputs.ids[index], self.inputs.lengths[index])
         else:
-            inputs = Rows(self.inputs.values[index], self.inputs.lengths[index])
+            inputs = type(self.inputs)(self.inputs.data[index], self.inputs.lengths[index])
         return replace(
             self,
             inputs=inputs,
@@ -265,8 +265,6 @@ def _token_ids(prompts: Sequence[Any]) -> Batch | None:
 
     Raises UserError for a prompt without ids, and for an id below 0.
     """
-    import torch
-
     listed = [row.tolist() if hasattr(row, "tolist") else row for row in prompts]
     rows = [listed] if listed and all(map(_whole, listed)) else listed
     if not rows or not all(isinstance(row, list | tuple) for row in rows):
@@ -274,9 +272,7 @@ def _token_ids(prompts: Sequence[Any]) -> Batch | None:
     for place, row in enumerate(rows, 1):
         if not row or not all(_whole(token) and token >= 0 for token in row):
             raise UserError(f"prompt {place} is {brief(row)}: expected a string, or token ids, whole numbers from 0")
-    padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
-    tokens = Tokens(padded, torch.tensor([len(row) for row in rows]))
-    return Batch(tokens, tuple(map(str, range(len(rows)))), {"kind": "tokens", "name": "token ids"})
+    return Batch(Tokens.of(rows), tuple(map(str, range(len(rows)))), {"kind": "tokens", "name": "token ids"})
 
 
 def _whole(token: Any) -> bool:

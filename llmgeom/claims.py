@@ -8,14 +8,15 @@ from __future__ import annotations
 import hashlib
 import math
 import textwrap
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 
-from llmgeom.files import filled, read_entries
 from llmgeom.result import Estimate, Result
 from llmgeom.stats.controls import Null, compared
 from llmgeom.stats.resampling import Interval, band
@@ -23,6 +24,7 @@ from llmgeom.stats.tests import Side, holm
 from llmgeom.stats.verdict import Claim, Setting, needed as clusters_needed, word
 
 FOLDER = Path(__file__).parent / "claims"
+HINTS = get_type_hints(Claim)
 RULE = ("side", "effect", "scale", "equivalence", "range")  # fields of a claim that decide its verdict
 
 
@@ -35,14 +37,24 @@ def entries(folder: Path = FOLDER) -> Mapping[tuple[str, str], Claim]:
     """
     every: dict[tuple[str, str], Claim] = {}
     for path in sorted(folder.glob("*.toml")):
-        for where, entry in read_entries(path, "metric", "probe", "name"):
+        try:
+            body = tomllib.loads(path.read_text(encoding="utf-8"))
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"{path.name} is not TOML: {error}") from None
+        if set(body) != {"metric"} or not isinstance(body["metric"], list):
+            held = ", ".join(sorted(body)) or "nothing"
+            raise ValueError(f"{path.name} holds {held}; expected [[metric]] entries alone")
+        for number, entry in enumerate(body["metric"], 1):
+            where = f"{path.name}, entry {number} ({entry.get('probe')}: {entry.get('name')})"
             probe = entry.pop("probe", "")
             if not isinstance(probe, str) or not probe:
                 raise ValueError(f"{where}: probe is {probe!r}; name one")
-            claim = filled(Claim, entry, where)
-            needed = ("claim", "null", "source", "scale") if "claim" in entry else ()
+            _check_types(entry, where)
+            further = ("claim", "null", "source", "scale") if "claim" in entry else ()
+            needed = ("name", "unit", "side", "effect", *further)
             if missing := [key for key in needed if not entry.get(key)]:
                 raise ValueError(f"{where}: {', '.join(missing)} missing")
+            claim = Claim(**entry)
             if not 0 < claim.effect < math.inf:
                 raise ValueError(f"{where}: effect is {claim.effect:g}; give a number above 0")
             ends: Sequence[float] = claim.range if isinstance(claim.range, list | tuple) else ()
@@ -54,6 +66,21 @@ def entries(folder: Path = FOLDER) -> Mapping[tuple[str, str], Claim]:
                 raise ValueError(f"{where} is declared twice; keep one")
             every[probe, claim.name] = replace(claim, range=(ends[0], ends[1]))
     return every
+
+
+def _check_types(entry: Mapping[str, Any], where: str) -> None:
+    """Raises ValueError for a key that is no field of `Claim`, or a value of another type; its message begins with
+    `where`."""
+    for key, value in entry.items():
+        if key not in HINTS:
+            raise ValueError(f"{where}: unknown key {key!r}; known: {', '.join(HINTS)}")
+        kind = HINTS[key]
+        choices = [choice for choice in get_args(kind) if isinstance(choice, str)]
+        if choices and value not in choices:
+            raise ValueError(f"{where}: {key} is {value!r}; expected one of {', '.join(choices)}")
+        number = type(value) in (int, float) and math.isfinite(value)
+        if (kind is str and type(value) is not str) or (kind is float and not number):
+            raise ValueError(f"{where}: {key} is {value!r}; expected a {kind.__name__}")
 
 
 def declared(probe: str, folder: Path = FOLDER) -> Mapping[str, Claim]:
@@ -105,16 +132,9 @@ def estimate(
     drawn = [null for null in nulls if null.name]
     rule = claim if len(drawn) == len(nulls) > 0 else replace(claim, claim="")  # else a preview, or no controls
     found = Estimate(
-        rule=rule,
-        value=float(value),
-        low=interval.low,
-        high=interval.high,
-        method=interval.method,
-        n=n,
-        clusters=clusters,
-        units=interval.units,
-        deletions=interval.deletions,
-    )
+        rule=rule, value=float(value), low=interval.low, high=interval.high, method=interval.method, n=n,
+        clusters=clusters, units=interval.units, deletions=interval.deletions,
+    )  # fmt: skip
     if drawn:
         controls, excess = compared(claim, float(value), interval, drawn, clusters)
         found = replace(found, controls=controls, excess=excess)
@@ -157,16 +177,10 @@ def judge(results: Mapping[str, Result], available: int = 0) -> dict[str, Result
     Args:
         available: how many clusters of prompts the source has, if that is known: no larger n is asked for.
     """
-
-    def known(h: Estimate) -> Estimate:
-        return replace(h, available=available) if h.claim and h.rule.counts == "prompts" else h
-
-    return judged_together([_with_estimates(results, lambda _, h: known(h))])[0]
-
-
-def unjudged(results: Mapping[str, Result]) -> dict[str, Result]:
-    """The results with claims as plain measurements: their values are there, the controls that judge them are not."""
-    return _with_estimates(results, lambda _, h: h.saying(""))
+    known = _with_estimates(
+        results, lambda _, h: replace(h, available=available) if h.claim and h.rule.counts == "prompts" else h
+    )
+    return judged_together([known])[0]
 
 
 def judged_together(records: Sequence[Mapping[str, Result]]) -> list[dict[str, Result]]:
@@ -202,17 +216,18 @@ def judge_estimates(estimates: Sequence[Estimate]) -> tuple[Estimate, ...]:
     posed = [h for h in estimates if h.claim]
     questions = ("p", "p_excluded", "p_opposite")
     adjusted = zip(*(holm([getattr(h.excess, name) for h in posed]).tolist() for name in questions), strict=True)
-
-    def judged(h: Estimate) -> Estimate:
-        h = replace(h, adjusted=next(adjusted), among=len(posed))
-        # Clusters at which the declared effect, where it is there, holds with 90 % power; 0 where no number does.
-        if word(h)[0] == "open" and h.excess.setting.noise:
-            sides = 2 if h.rule.equivalence == "within" else 1
-            h = replace(h, needed=clusters_needed(replace(h.excess.setting, claims=h.among, sides=sides)) or 0)
-        verdict, why = word(h)
-        return replace(h, verdict=verdict, why=why)
-
-    return tuple(judged(h) if h.claim else h for h in estimates)
+    judged = []
+    for h in estimates:
+        if h.claim:
+            h = replace(h, adjusted=next(adjusted), among=len(posed))
+            # Clusters at which the declared effect, where it is there, holds with 90 % power; 0 where no number does.
+            if word(h)[0] == "open" and h.excess.setting.noise:
+                sides = 2 if h.rule.equivalence == "within" else 1
+                h = replace(h, needed=clusters_needed(replace(h.excess.setting, claims=h.among, sides=sides)) or 0)
+            verdict, why = word(h)
+            h = replace(h, verdict=verdict, why=why)
+        judged.append(h)
+    return tuple(judged)
 
 
 def layer_band(draws: Mapping[str, np.ndarray], side: Side = "upper") -> np.ndarray | None:

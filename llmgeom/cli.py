@@ -27,10 +27,7 @@ from llmgeom.errors import UserError, first_line, redact
 STOPPING = b"\nllmgeom: stopping after the current step; a second Ctrl-C or SIGTERM stops at once\n"
 # Heading -> command -> short help. Each command is the `main` of llmgeom/commands/NAME.py, imported at its first use.
 COMMANDS = {
-    "Look": {
-        "lens": "See what each layer predicts",
-        "heads": "Find induction and other heads",
-    },
+    "Look": {"lens": "See what each layer predicts", "heads": "Find induction and other heads"},
     "Measure": {
         "scan": "Measure a model's geometry of uncertainty",
         "probe": "Test if a label of yours can be read",
@@ -85,13 +82,9 @@ class Door(click.Group):
                 formatter.write_dl([(f"{name:9}", text) for name, text in group.items()])
 
     def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        **extra: Any,
-    ) -> Any:
+        self, args: Sequence[str] | None = None, prog_name: str | None = None, complete_var: str | None = None,
+        standalone_mode: bool = True, **extra: Any,
+    ) -> Any:  # fmt: skip
         """Run a command; in standalone mode every error ends in a sentence and an exit code."""
         run: Callable[[], Any] = partial(super().main, args, prog_name, complete_var, standalone_mode=False, **extra)
         if not standalone_mode:

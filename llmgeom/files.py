@@ -1,4 +1,4 @@
-"""Files: atomic writes, reading of declarations and of a user's code, and hashes of plain data (no torch)."""
+"""Files: atomic writes, reading of a user's code, and hashes of plain data (no torch)."""
 
 from __future__ import annotations
 
@@ -6,17 +6,13 @@ import contextlib
 import hashlib
 import importlib.util
 import json
-import math
 import os
 import shutil
 import sys
-import tomllib
-from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, fields
-from functools import cache
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 from llmgeom.errors import UserError, first_line
 
@@ -101,50 +97,6 @@ def sha256(data: bytes) -> str:
 def digest(spec: Mapping[str, Any] | list[Any]) -> str:
     """The SHA-256 of plain data, from its JSON with sorted keys; 64 hex digits."""
     return sha256(json.dumps(spec, sort_keys=True, allow_nan=False).encode())
-
-
-_hints = cache(get_type_hints)
-
-
-def read_entries(path: Path, name: str, *labels: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The entries [[name]] of a file, each with its place for error messages: file, number and its `labels`.
-
-    Raises ValueError: the file is not TOML, or contains anything else.
-    """
-    try:
-        body = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path.name} is not TOML: {error}") from None
-    if set(body) != {name} or not isinstance(body[name], list):
-        raise ValueError(f"{path.name} holds {', '.join(sorted(body)) or 'nothing'}; expected [[{name}]] entries alone")
-    for number, plain in enumerate(body[name], 1):
-        yield f"{path.name}, entry {number} ({': '.join(str(plain.get(label)) for label in labels)})", plain
-
-
-def filled(cls: type, plain: Mapping[str, Any], where: str) -> Any:
-    """The dataclass from plain data: every key is a field, with a value of its type.
-
-    Raises:
-        ValueError: A key or value does not fit, or a field without a default is missing or empty. The message begins
-            with `where`.
-    """
-    hints = _hints(cls)
-    for key, value in plain.items():
-        if key not in hints:
-            raise ValueError(f"{where}: unknown key {key!r}; known: {', '.join(hints)}")
-        kind = hints[key]
-        choices = get_args(kind) if all(isinstance(choice, str) for choice in get_args(kind)) else ()
-        if choices and value not in choices:
-            raise ValueError(f"{where}: {key} is {value!r}; expected one of {', '.join(choices)}")
-        number = type(value) in (int, float) and math.isfinite(value)
-        if (kind in (str, bool) and type(value) is not kind) or (kind is float and not number):
-            raise ValueError(f"{where}: {key} is {value!r}; expected a {kind.__name__}")
-        if get_origin(kind) is Mapping and not isinstance(value, dict):
-            raise ValueError(f"{where}: {key} is {value!r}; expected a table")
-    required = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
-    if missing := [name for name in required if not plain.get(name)]:
-        raise ValueError(f"{where}: {', '.join(missing)} missing")
-    return cls(**plain)
 
 
 def import_file(path: Path, kind: str, where: str) -> ModuleType:

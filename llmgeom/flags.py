@@ -18,16 +18,9 @@ LARGEST = 2**31  # a number in a spec
 
 
 def flag(
-    default: Any,
-    help: str,
-    *,
-    name: str = "",
-    short: str = "",
-    group: str = "",
-    listed: bool = False,
-    least: float | None = None,
-    most: float = LARGEST_COUNT,
-) -> Any:
+    default: Any, help: str, *, name: str = "", short: str = "", group: str = "", listed: bool = False,
+    least: float | None = None, most: float = LARGEST_COUNT,
+) -> Any:  # fmt: skip
     """A dataclass field that is also a flag; its type hint decides its kind.
 
     `bool` is a switch, `Literal[...]` a choice, `tuple[X, ...]` a flag that may be repeated.
@@ -46,9 +39,9 @@ def flag(
 
 
 # A flag under each heading of a command's help.
-model_flag, prompt_flag, process_flag, axis_flag, component_flag, measure_flag, control_flag, output_flag = (
+model_flag, prompt_flag, axis_flag, component_flag, measure_flag, control_flag, output_flag = (
     partial(flag, group=heading)
-    for heading in ("Model", "Prompts", "Process", "Axis", "Heads and blocks", "Measure", "Controls", "Output")
+    for heading in ("Model", "Prompts", "Axis", "Heads and blocks", "Measure", "Controls", "Output")
 )
 
 
@@ -136,7 +129,7 @@ def places(name: str, text: Any, n: int, strict: bool = True, also: str = "", af
     Args:
         name: Name of the flag, for errors.
         text: E.g. "0,5,-1" or "0:12:2,-1"; negative numbers count from the end. Or a Python number, slice or sequence
-            of numbers.
+            of numbers, or None for all.
         n: Number of places.
         strict: Refuse a number that is not a place, and a text that names none.
         also: Other words that the flag accepts; the caller handles them.
@@ -145,7 +138,7 @@ def places(name: str, text: Any, n: int, strict: bool = True, also: str = "", af
     Raises:
         UserError: The text is not such a list, or names a place that does not exist.
     """
-    text = places_text(text)
+    text = "all" if text is None else places_text(text)
     if text == "all":
         return tuple(range(n))
     chosen: set[int] = set()

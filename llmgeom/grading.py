@@ -60,11 +60,6 @@ class Origin:
         require_exact(task)
         return task
 
-    @property
-    def corrupt(self) -> float:
-        """The probability with which training drew a target again."""
-        return float(self.facts.get("training", {}).get("corrupt", 0.0))
-
     def doubts(self, task: World) -> Iterator[str]:
         """Doubts about a verdict on this task."""
         if not self.task:
@@ -88,46 +83,40 @@ class Origin:
 
 
 def question(
-    subject: Model,
-    task: World,
-    origin: Origin,
-    *,
-    n: int = 6000,
-    seed: int = 0,
-    nulls: int = CONTROLS,
+    subject: Model, task: World, origin: Origin, *, n: int = 6000, seed: int = 0, nulls: int = CONTROLS,
     batch_tokens: int = BATCH_TOKENS,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """Ask a model and `nulls` untrained controls n held-out sequences of a task and, where it has them, n seen ones.
 
-    nulls: None for as many as the claims need, at most 20. Raises UserError: the model is edited, or has too few
-    outputs; targets were corrupted and the task asks for numbers.
+    Raises UserError: the model is edited, or has too few outputs; targets were corrupted and the task asks for numbers.
     """
     check_readable(subject, task)
-    trained, corrupt = min(task.trained_queries, origin.trained or task.trained_queries), origin.corrupt
+    training = origin.facts.get("training", {})
+    corrupt = float(training.get("corrupt", 0.0))  # the probability with which it drew a target again
+    trained = min(task.trained_queries, origin.trained or task.trained_queries)
     exact = Evaluation(task, n, seed, task.test_split, trained)
     trained_on = replace(exact, corrupt=corrupt) if corrupt else exact
     sizes = origin.sizes(task, subject.facts["parameters"])
     asked = "any hypothesis" if task.memorisable else "hypotheses held out of training"
     other = [f"trained on {origin.task}"] * (origin.task not in ("", task.title))
     drawn = (f"{n} sequences of {asked}", *other)
-    held_out = origin.facts.get("training", {}).get("hold_out") == "states"  # training had no loss in some of them
+    held_out = training.get("hold_out") == "states"  # it had no loss in some of them
     drew, observer = int(origin.facts.get("sequences", MOST)), answer_observer(task, grading.SEEN)
     # Name -> what is measured, in the order of the page; `trained_on` has the targets as training drew them.
     asks: dict[str, tuple[Evaluation, grading.Ask]] = {
-        POSTERIOR: (exact, partial(results.distance, POSTERIOR, (*drawn, sizes))),
-        MIXTURE: (trained_on, partial(results.distance, MIXTURE, (*drawn, sizes))),
-        CALIBRATION: (trained_on, results.calibration),
-        MEMORY: (trained_on, partial(results.memory, (sizes,))),
-        STATES: (trained_on, partial(results.states, (sizes,))),
-        HORIZON: (trained_on, results.horizon),
+        POSTERIOR: (exact, partial(results.distance, POSTERIOR, (*drawn, sizes)))
     }
-    left_out = {MIXTURE} if trained_on is exact else set()
-    left_out |= set() if held_out else {STATES}
-    left_out |= set() if trained_on.trained < len(task.query) else {HORIZON}
+    if corrupt:
+        asks[MIXTURE] = trained_on, partial(results.distance, MIXTURE, (*drawn, sizes))
+    asks[CALIBRATION] = trained_on, results.calibration
+    asks[MEMORY] = trained_on, partial(results.memory, (sizes,))
+    if held_out:
+        asks[STATES] = trained_on, partial(results.states, (sizes,))
+    if trained_on.trained < len(task.query):
+        asks[HORIZON] = trained_on, results.horizon
     probes = {
         name: GradeProbe(evaluation, drew, ask, observer, name == MEMORY and not task.memorisable, corrupt, held_out)
         for name, (evaluation, ask) in asks.items()
-        if name not in left_out
     }
     known = as_exact(exact.finite, trained)
     seen = {} if task.memorisable else {grading.SEEN: replace(trained_on, split="seen").batch}

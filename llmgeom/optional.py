@@ -8,37 +8,21 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from llmgeom.errors import UserError
 
-
-@dataclass(frozen=True)
-class Dependency:
-    """A package, the feature that needs it, and the command that installs it."""
-
-    package: str
-    feature: str
-    install: str
-
-
-OPTIONAL = {
-    dependency.package: dependency
-    for dependency in (
-        Dependency("accelerate", "--device-map, and several processes", "pip install accelerate"),
-        Dependency("transformer_lens", "--backend tl", "pip install 'llmgeom[tl]'"),
-        Dependency("pyarrow", "export RUN parquet", "pip install pyarrow"),
-        Dependency("gguf", "models in a GGUF file", "pip install 'llmgeom[gguf]'"),
-        Dependency("kaleido", "export RUN png, svg or pdf", "pip install 'llmgeom[images]'"),
-        Dependency("peft", "models with a LoRA adapter", "pip install 'llmgeom[lora]'"),
-        Dependency(
-            "bitsandbytes",
-            "--quantize, and checkpoints that are stored in 8 or 4 bits",
-            "pip install 'llmgeom[quantised]'",
-        ),
-    )
-}
+OPTIONAL = {  # package -> the feature that needs it, and the command that installs it
+    "accelerate": ("--device-map, and several processes", "pip install accelerate"),
+    "transformer_lens": ("--backend tl", "pip install 'llmgeom[tl]'"),
+    "pyarrow": ("export RUN parquet", "pip install pyarrow"),
+    "gguf": ("models in a GGUF file", "pip install 'llmgeom[gguf]'"),
+    "kaleido": ("export RUN png, svg or pdf", "pip install 'llmgeom[images]'"),
+    "peft": ("models with a LoRA adapter", "pip install 'llmgeom[lora]'"),
+    "bitsandbytes": (
+        "--quantize, and checkpoints that are stored in 8 or 4 bits", "pip install 'llmgeom[quantised]'"
+    ),
+}  # fmt: skip
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "msedge")
 NO_BROWSER = (
     "no Chromium or Chrome was found; install one (Debian: apt-get install chromium), or set BROWSER_PATH to it"
@@ -58,8 +42,8 @@ def imported(package: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        dependency = OPTIONAL[package]
-        raise UserError(f"{dependency.feature} needs the package {package} ({error}); {dependency.install}") from error
+        feature, install = OPTIONAL[package]
+        raise UserError(f"{feature} needs the package {package} ({error}); {install}") from error
 
 
 def browser() -> str | None:

@@ -17,25 +17,16 @@ import torch
 from torch import Tensor
 
 from llmgeom.batch import Batch, Rows, Tokens
-from llmgeom.cache.shards import folder_size, room, run_key
+from llmgeom.cache.shards import files, room, run_key
+from llmgeom.errors import Unavailable, UserError
 from llmgeom.flags import places, positions as places_of
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.capture import ATTENDING, INSIDE, OUTPUTS, Site
-from llmgeom.model.no_context import NoContext
-from llmgeom.model.passes import Draw, Pass, plan_control, run_spec, unwritten
+from llmgeom.model.model import Model
+from llmgeom.model.no_context import WRITES, NoContext
+from llmgeom.model.passes import Draw, Pass, descent, identity, plan_capture, run_spec
 from llmgeom.model.tokenizing import shuffle, special_tokens
-from llmgeom.probe import (
-    MOST_PROMPTS,
-    NO_CONTEXT,
-    PERMUTED,
-    SHUFFLED,
-    UNTRAINED,
-    Model,
-    Needs,
-    Probe,
-    Unavailable,
-    UserError,
-)  # fmt: skip
+from llmgeom.probe import MOST_PROMPTS, NO_CONTEXT, PERMUTED, SHUFFLED, UNTRAINED, Needs, Probe
 from llmgeom.provenance import attention_observer
 from llmgeom.record import Record
 from llmgeom.stats.verdict import LEAST_DRAWS
@@ -88,23 +79,11 @@ class Plan:
 
     @classmethod
     def of(
-        cls,
-        subject: Model,
-        batch: Batch,
-        probes: Mapping[str, Probe],
-        controls: int,
-        seed: int,
-        batch_tokens: int = BATCH_TOKENS,
-        samples: Mapping[str, Batch] = {},
-        facts: Mapping[str, Any] = {},
-        notes: Sequence[str] = (),
-        *,
-        whole: bool = True,
-        layers: str = "all",
-        sites: Collection[str] | None = None,
-        positions: str = "last",
-        finish: Callable[[Record, Mapping[str, Any]], Record] | None = None,
-    ) -> Plan:
+        cls, subject: Model, batch: Batch, probes: Mapping[str, Probe], controls: int, seed: int,
+        batch_tokens: int = BATCH_TOKENS, samples: Mapping[str, Batch] = {}, facts: Mapping[str, Any] = {},
+        notes: Sequence[str] = (), *, whole: bool = True, layers: str = "all", sites: Collection[str] | None = None,
+        positions: str = "last", finish: Callable[[Record, Mapping[str, Any]], Record] | None = None,
+    ) -> Plan:  # fmt: skip
         """The union of what the probes need.
 
         Args:
@@ -189,7 +168,10 @@ class Plan:
     @cached_property
     def reader(self) -> Any:
         """The model for passes: its weights are hashed once, before a control may lie in their memory."""
-        return unwritten(self.subject)
+        try:
+            return replace(self.subject, facts={**self.subject.facts, "files": identity(self.subject), "weights": None})
+        except UserError:  # offloaded, and not from files: plans without a store need no hash
+            return self.subject
 
     @cached_property
     def _together(self) -> dict[str, list[tuple[Batch, Places]]]:
@@ -214,14 +196,16 @@ class Plan:
                 and not made.
         """
         options: dict[str, Any] = {"layers": self.layers, "batch_tokens": self.batch_tokens, "store": store}
-        seed = draw if kind in (UNTRAINED, PERMUTED) else None
+        reader = self.reader
+        if kind in (UNTRAINED, PERMUTED) and draw is not None:  # a control, which need not exist
+            reader = replace(reader, facts={**reader.facts, **descent(reader, draw)})
         if kind in (SHUFFLED, PERMUTED):
             batch = self.of_controls[MAIN]
             if kind == SHUFFLED:
                 before, after = special_tokens(self.subject.tokenizer)
                 batch = replace(batch, inputs=shuffle(batch.tokens, before, int(draw or 0), after))
             sites = _union(need.sites for need in self.needs.values() if kind in need.controls)
-            return [(plan_control(self.reader, seed, batch, sites, **options), {MAIN: None})]
+            return [(plan_capture(reader, batch, sites, **options), {MAIN: None})]
         found = []
         asking = [need for need in self.needs.values() if kind == MODEL or kind in need.controls]
         for batch, rows in self._together[kind]:
@@ -232,14 +216,14 @@ class Plan:
                 sites |= {Site.ENTROPY, Site.LIKELY}
                 if self.sites is None or Site.ATTENTION in self.sites:
                     observers += attention_observer(self.subject, batch)
-                observers += [self.no_context.observer] if self.no_context else []
+                observers += [WRITES] if self.no_context else []
             silent = self.no_context if kind == NO_CONTEXT else None
             edits = [silent.edit(batch, means)] if silent else []
             wanted = sites.union(*(one.wanted for one in observers))
             # Without context nothing moves between positions: where no attention is read, the last one runs alone.
             alone = silent is not None and batch.query is None and not wanted & INSIDE and silent.cuts_all(batch)
-            more = {"observers": [*dict.fromkeys(observers)], "edits": edits, "alone": alone}
-            found.append((plan_control(self.reader, seed, batch, sites, **more, **options), rows))
+            more: dict[str, Any] = {"observers": [*dict.fromkeys(observers)], "edits": edits, "alone": alone}
+            found.append((plan_capture(reader, batch, sites, **more, **options), rows))
         return found
 
     def every(self, store: str | None = None) -> Iterator[tuple[str, Draw | None, Pass]]:
@@ -252,7 +236,8 @@ class Plan:
     def check_room(self, store: str) -> None:
         """Raises UserError where the disk has no room for all captures that are not there yet."""
         needed = sum(sum(work.sizes) for _, _, work in self.every())
-        room(store, needed - folder_size(Path(store) / run_key(run_spec(self.reader))))
+        stored = files(Path(store) / run_key(run_spec(self.reader)))
+        room(store, needed - sum(file.st_size for file in stored))
 
     def layers_of(self, name: str) -> tuple[int, ...] | None:
         """The numbers of the layers that a probe reads; None for all. In a hybrid one of attention reads those that
@@ -288,13 +273,9 @@ def _queried(subject: Model, batch: Batch, chosen: str) -> Batch:
 
 
 def _unable(
-    subject: Model,
-    batch: Batch,
-    needs: Needs,
-    layers: str,
-    chosen: tuple[int, ...] | None,
+    subject: Model, batch: Batch, needs: Needs, layers: str, chosen: tuple[int, ...] | None,
     kept: frozenset[Site] | None,
-) -> str:
+) -> str:  # fmt: skip
     """Why a probe cannot measure this batch in this part of the model; empty where it can."""
     if kept is not None and (lost := needs.sites - kept):
         return f"it reads {', '.join(sorted(lost))}, which --sites {','.join(sorted(kept - UNLAYERED))} leaves out"
@@ -317,7 +298,7 @@ def together(samples: Mapping[str, Batch], alone: Collection[str] = ()) -> list[
     The main sample is a batch of its own, and so are samples in `alone`: a preview reads them before the others are
     drawn. So is one with queries of its own, or of numbers. The prompts of all others are one batch, none twice.
     """
-    found: dict[tuple, tuple[Tensor, Batch, int]] = {}  # identity of a prompt -> its tokens, and where it stands
+    found: dict[tuple, tuple[Batch, int]] = {}  # identity of a prompt, its tokens first -> where it stands
     rows: dict[str, list[tuple]] = {}
     batches: list[tuple[Batch, Places]] = []
     for name, batch in samples.items():
@@ -328,17 +309,16 @@ def together(samples: Mapping[str, Batch], alone: Collection[str] = ()) -> list[
         columns = [*zip(*batch.columns.values(), strict=True)] if batch.columns else [()] * len(batch)
         # Tokens, and columns, which an observer may read.
         rows[name] = [(tuple(ids), *map(str, row)) for ids, row in zip(tokens.real, columns, strict=True)]
-        for i, identity in enumerate(rows[name]):
-            found.setdefault(identity, (tokens.ids[i, : len(identity[0])], batch, i))
+        for i, prompt in enumerate(rows[name]):
+            found.setdefault(prompt, (batch, i))
     if found:
-        place = {identity: i for i, identity in enumerate(found)}
+        place = {prompt: i for i, prompt in enumerate(found)}
         names = set.intersection(*(set(samples[name].columns) for name in rows))
-        ids = [one for one, _, _ in found.values()]
         joined = Batch(
-            Tokens(torch.nn.utils.rnn.pad_sequence(ids, batch_first=True), torch.tensor([len(one) for one in ids])),
-            tuple(batch.cluster[i] for _, batch, i in found.values()),
+            Tokens.of([ids for ids, *_ in found]),
+            tuple(batch.cluster[i] for batch, i in found.values()),
             {"kind": "further samples"},
-            columns={name: tuple(batch.columns[name][i] for _, batch, i in found.values()) for name in sorted(names)},
+            columns={name: tuple(batch.columns[name][i] for batch, i in found.values()) for name in sorted(names)},
         )
         batches.append((joined, {name: torch.tensor([place[one] for one in each]) for name, each in rows.items()}))
     return batches

@@ -31,9 +31,8 @@ __all__ = [
 MIXED, MATCHED = "mixed", "mixed, as diverse"
 WHOLE = "whole sequences"  # sequences of a task with every query; the main sample queries one position of each
 LEAST_SEQUENCES = 20  # of those, at least, are measured
-MOST_PROMPTS = (
-    1000  # prompts that controls read, unless a probe needs fewer: distances and permutations grow with the square
-)
+# Prompts that controls read, unless a probe needs fewer: distances and permutations grow with the square.
+MOST_PROMPTS = 1000
 UNTRAINED, SHUFFLED, NO_CONTEXT, PERMUTED = CONTROLS = (
     "untrained", "shuffled prompts", "without context", "permuted weights"
 )  # fmt: skip

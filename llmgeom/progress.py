@@ -105,7 +105,7 @@ def bar(quiet: bool = False) -> Iterator[None]:
             tasks[stage] = display.add_task(stage, total=total)
         for name, task in tasks.items():
             display.update(task, visible=name == stage)
-        display.update(tasks[stage], completed=done, total=total, description=_called(stage, note))
+        display.update(tasks[stage], completed=done, total=total, description=f"{stage}: {note}" if note else stage)
 
     try:
         with shown(progress):
@@ -116,17 +116,13 @@ def bar(quiet: bool = False) -> Iterator[None]:
     first_word(f"done in {clock(time.monotonic() - begun)}")
 
 
-def _called(stage: str, note: str) -> str:
-    return f"{stage}: {note}" if note else stage
-
-
 @contextmanager
 def _lines(begun: float) -> Iterator[None]:
     """A line on standard error now and then, from a thread: loading a model tells nothing, and takes long."""
     told, ended, said = ["starting"], threading.Event(), []
 
     def progress(stage: str, done: int, total: int, note: str) -> None:
-        told[:] = [f"{_called(stage, note)} {done} of {total}"]
+        told[:] = [f"{stage}{f': {note}' if note else ''} {done} of {total}"]
 
     def say(text: str) -> None:
         said.append(text)

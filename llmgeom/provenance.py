@@ -11,7 +11,6 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from llmgeom import __version__, claims
 from llmgeom.batch import Batch, Rows, Text, Tokens, recorded
+from llmgeom.cache import keys
 from llmgeom.model import tokenizing
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.model import Model
@@ -36,40 +36,34 @@ UNCLAIMED = 4  # of one that no claim of the record names
 SHOWN_WEIGHTS = 200_000
 # Number of attention weights in a capture: 1,000 prompts of 20 tokens through 24 layers of 16 heads are 7.7 MB.
 KEPT_WEIGHTS = 2**26
+ATTENTION_ROWS = "attention rows"  # the name of the observer
 
 
 def provenance(batch: Batch, tokens: Tokens | Rows, seed: int, controls: int) -> dict[str, Any]:
     """The facts of every record, whatever was measured."""
-    from llmgeom.cache.keys import of_tokens
+    import transformers
 
+    # Libraries that influence numbers.
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "numpy": np.__version__}
     return {
         "llmgeom": __version__,
         "seed": seed,
         "nulls": controls,
-        "prompts_hash": of_tokens(tokens),
+        "prompts_hash": keys.of_tokens(tokens),
         "claims_hash": claims.digest(),
         "prompts": len(batch),
         "clusters": len(set(batch.cluster)),
-        "versions": versions(),
+        "versions": versions,
     }
 
 
 def took(started: float) -> dict[str, Any]:
     """Facts that vary between equal runs, and the program's version; `started` is a time.time()."""
-    from llmgeom.cache.keys import of_program
-
     return {
         "seconds": round(time.time() - started, 3),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "program": of_program(),
+        "program": keys.of_program(),
     }
-
-
-def versions() -> dict[str, str]:
-    """Versions of the libraries that influence numbers."""
-    import transformers
-
-    return {"torch": torch.__version__, "transformers": transformers.__version__, "numpy": np.__version__}
 
 
 def flat_entropy(batch: Batch, entropy: np.ndarray, vocabulary: int) -> dict[str, str]:
@@ -162,9 +156,6 @@ def _rows(step: Step) -> dict[str, Tensor]:
     return {"weights": (255 * torch.stack(layers, 1)).round().to(torch.uint8)} if alike else {}
 
 
-ATTENTION_ROWS = Observer("attention rows", _rows, frozenset({Site.ATTENTION}), version="1")
-
-
 def attention_observer(subject: Model, batch: Batch) -> tuple[Observer, ...]:
     """An observer of the attention of each prompt's final query; none if there is no attention or too much of it.
 
@@ -172,7 +163,8 @@ def attention_observer(subject: Model, batch: Batch) -> tuple[Observer, ...]:
     """
     row = (subject.facts["layers"] or 0) * (subject.facts["heads"] or 0) * batch.tokens.data.shape[1]
     fits = batch.query is None and 0 < len(batch) * row <= KEPT_WEIGHTS
-    return (replace(ATTENTION_ROWS, row_bytes=row),) if fits and not subject.unavailable({Site.ATTENTION}) else ()
+    found = Observer(ATTENTION_ROWS, _rows, frozenset({Site.ATTENTION}), version="1", row_bytes=row)
+    return (found,) if fits and not subject.unavailable({Site.ATTENTION}) else ()
 
 
 def prompt_table(
@@ -215,8 +207,8 @@ def prompt_table(
         )
         if capture is not None:
             table["next tokens"] = _likely(subject, tokens, capture)
-            if (f"{ATTENTION_ROWS.name}.weights", -1) in capture.tensors:
-                rows = capture.observed(f"{ATTENTION_ROWS.name}.weights").numpy()
+            if (f"{ATTENTION_ROWS}.weights", -1) in capture.tensors:
+                rows = capture.observed(f"{ATTENTION_ROWS}.weights").numpy()
                 table["attention"] = _attention(rows, tokens.lengths.numpy(), entropy)
     return table
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,13 +84,10 @@ class Record:
     @property
     def arrays(self) -> dict[str, np.ndarray]:
         """Every array as PROBE.QUANTITY, as safetensors writes them."""
-        return self._arrays(lambda measured: measured.arrays)
-
-    def _arrays(self, select: Callable[[Result], Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
         return {
             f"{probe}.{name}": np.array(array, order="C")
             for probe, measured in self.results.items()
-            for name, array in select(measured).items()
+            for name, array in measured.arrays.items()
         }
 
     def save(self, folder: str | os.PathLike) -> None:
@@ -102,7 +99,10 @@ class Record:
 
         folder = Path(folder)
         make_folder(folder)
-        arrays = self._arrays(arrays_of)
+        arrays = self.arrays
+        for probe, measured in self.results.items():
+            without = {DELETIONS + h.name: h.deletions.without for h in measured.estimates if h.deletions}
+            arrays |= {f"{probe}.{name}": np.array(array, order="C") for name, array in without.items()}
         names = sorted(self.prompts)
         rows = (dict(zip(names, row, strict=True)) for row in zip(*(self.prompts[name] for name in names), strict=True))
         lines = (json.dumps(row, sort_keys=True, ensure_ascii=False) + "\n" for row in rows)
@@ -247,13 +247,7 @@ class Records(tuple[Record, ...]):
         return "".join(record._repr_html_() for record in self)
 
 
-DELETIONS = "without each cluster: "  # prefix of an estimate's name in the name of an array
-
-
-def arrays_of(measured: Result) -> dict[str, np.ndarray]:
-    """All arrays of a result: its quantities, and each estimate's values without each cluster."""
-    deletions = {DELETIONS + h.name: h.deletions.without for h in measured.estimates if h.deletions}
-    return {**measured.arrays, **deletions}
+DELETIONS = "without each cluster: "  # prefix of an estimate's name in the name of the array of these values
 
 
 def plain_of(measured: Result) -> dict[str, Any]:
@@ -281,17 +275,11 @@ def measured_from(plain: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) ->
         groups, own = h["groups"], {name: value for name, value in h.items() if name != "groups"}
         without = Deletions(groups, arrays[DELETIONS + h["rule"]["name"]], h["units"]) if groups else None
         estimates.append(Estimate.of(own, without))
-    return Result(
-        **{
-            **plain,
-            "estimates": tuple(estimates),
-            "quantities": quantities,
-            "warnings": tuple(plain["warnings"]),
-            "notes": tuple(plain.get("notes", ())),
-            "ticks": {axis: tuple(names) for axis, names in plain.get("ticks", {}).items()},
-            "arrays": {name: arrays[name] for name in quantities},
-        }
-    )
+    nested: dict[str, Any] = {"estimates": tuple(estimates), "quantities": quantities}
+    nested |= {"arrays": {name: arrays[name] for name in quantities}}
+    nested |= {"warnings": tuple(plain["warnings"]), "notes": tuple(plain.get("notes", ()))}
+    nested |= {"ticks": {axis: tuple(names) for axis, names in plain.get("ticks", {}).items()}}
+    return Result(**{**plain, **nested})
 
 
 def finished(specs: Mapping[Path, str], files: str, program: str) -> dict[Path, Record]:

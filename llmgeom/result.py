@@ -84,16 +84,9 @@ def labelled(
 
 
 def line(
-    name: str,
-    values: Any,
-    axis: str,
-    unit: str,
-    meaning: str,
-    *,
-    interval: tuple[str, Any] = ("", None),
-    null: tuple[str, Any] = ("", None),
-    beside: str = "",
-) -> dict[str, Labelled | None]:
+    name: str, values: Any, axis: str, unit: str, meaning: str, *, interval: tuple[str, Any] = ("", None),
+    null: tuple[str, Any] = ("", None), beside: str = "",
+) -> dict[str, Labelled | None]:  # fmt: skip
     """A curve over one axis, as quantities NAME, NAME_interval and NAME_null.
 
     Args:
@@ -341,25 +334,14 @@ class Result:
                     meaning = f"{at.replace('_', ' ').strip()}: {q.meaning}"
                     q = replace(q, meaning=meaning, figure=q.figure and replace(q.figure, **others))
                 quantities[at + name] = q
-        return cls(
-            title,
-            **(read_texts(texts)[title] if texts else {}),
-            estimates=tuple(h for part in every for h in part.estimates),
-            quantities=quantities,
-            arrays={at + name: array for at, part in parts.items() for name, array in part.arrays.items()},
-            **texts_of,
-            **named,
-        )
+        estimates = tuple(h for part in every for h in part.estimates)
+        arrays = {at + name: array for at, part in parts.items() for name, array in part.arrays.items()}
+        named |= read_texts(texts)[title] if texts else {}
+        return cls(title, estimates, quantities, arrays, **texts_of, **named)
 
     def __getitem__(self, name: str) -> np.ndarray:
         """One of the arrays."""
         return self.arrays[name]
-
-    def at_layers(self, layers: tuple[int, ...] | None) -> Result:
-        """A copy with the numbers of chosen layers along the axis of that name."""
-        if layers is None or not any("layer" in declared.axes for declared in self.quantities.values()):
-            return self
-        return replace(self, ticks={"layer": layers, **self.ticks})
 
     def __repr__(self) -> str:
         return f"<Result {self.title!r}: {len(self.estimates)} metrics, {len(self.arrays)} arrays>"

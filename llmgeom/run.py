@@ -19,28 +19,18 @@ import torch
 from torch import Tensor
 
 from llmgeom import claims
-from llmgeom.batch import Prompts
+from llmgeom.batch import Batch, Prompts
 from llmgeom.cache import keys
 from llmgeom.cache.shards import Store
-from llmgeom.errors import brief, in_float64
+from llmgeom.errors import UserError, brief, in_float64
 from llmgeom.model.batching import BATCH_TOKENS
+from llmgeom.model.capture import Capture, Site
+from llmgeom.model.model import Model
 from llmgeom.model.passes import Draw, run_spec
 from llmgeom.model.running import gather
 from llmgeom.model.tokenizing import special_tokens
 from llmgeom.plan import MAIN, MODEL, Plan
-from llmgeom.probe import (
-    NO_CONTEXT,
-    PERMUTED,
-    SHUFFLED,
-    UNTRAINED,
-    Batch,
-    Capture,
-    Model,
-    Probe,
-    ProbeInput,
-    Site,
-    UserError,
-)  # fmt: skip
+from llmgeom.probe import NO_CONTEXT, PERMUTED, SHUFFLED, UNTRAINED, Probe, ProbeInput
 from llmgeom.progress import shown, silent, tell, within
 from llmgeom.provenance import CONTROLS, caveats, flat_entropy, prompt_table, provenance, took
 from llmgeom.record import Record
@@ -48,19 +38,10 @@ from llmgeom.result import Result
 
 
 def run_probes(
-    subject: Model,
-    batch: Prompts,
-    probes: Mapping[str, Probe],
-    *,
-    samples: Mapping[str, Batch] | None = None,
-    controls: int = CONTROLS,
-    seed: int = 0,
-    batch_tokens: int = BATCH_TOKENS,
-    store: str | None = None,
-    facts: Mapping[str, Any] | None = None,
-    notes: Sequence[str] = (),
-    whole: bool = False,
-) -> Record:
+    subject: Model, batch: Prompts, probes: Mapping[str, Probe], *, samples: Mapping[str, Batch] | None = None,
+    controls: int = CONTROLS, seed: int = 0, batch_tokens: int = BATCH_TOKENS, store: str | None = None,
+    facts: Mapping[str, Any] | None = None, notes: Sequence[str] = (), whole: bool = False,
+) -> Record:  # fmt: skip
     """Measure `probes` in a model on a batch, with controls.
 
     Args:
@@ -154,11 +135,7 @@ class Run:
     # ---- captures ----------------------------------------------------------------------------------------------------
 
     def _read(
-        self,
-        kind: str,
-        draw: Draw | None = None,
-        build: Callable[[], Model] | None = None,
-        means: Tensor | None = None,
+        self, kind: str, draw: Draw | None = None, build: Callable[[], Model] | None = None, means: Tensor | None = None
     ) -> dict[str, Capture]:
         """Sample name -> its capture, read or loaded; a control is built only if a shard is missing."""
         every = self.plan.passes(kind, draw, self.store, means)
@@ -289,10 +266,15 @@ class Run:
         of_prompts = np.bincount(prompt, entropy, len(batch)) / np.bincount(prompt, minlength=len(batch))
         edits = [edit.identity for edit in subject.edits]
         claimed = any(h.claim for measured in results.values() for h in measured.estimates)
+        if judged:
+            results = claims.judge(results, plan.batch.source.get("available", 0))
+        else:  # claims as plain measurements: the controls that judge them are not there
+            results = {
+                name: replace(one, estimates=tuple(h.saying("") for h in one.estimates))
+                for name, one in results.items()
+            }
         return Record(
-            results=claims.judge(results, plan.batch.source.get("available", 0))
-            if judged
-            else claims.unjudged(results),
+            results=results,
             unmeasured=reasons,
             prompts=prompt_table(subject, batch, tokens, of_prompts, capture),
             subject=subject.facts_now,
@@ -356,18 +338,16 @@ class Run:
             unseen = None
             if without and NO_CONTEXT in needs.controls and needs.examine is None and needs.collect is not None:
                 unseen = needs.collect(without, None)
-            data = replace(
-                data,
-                layers=plan.layers_of(name),
-                observations=self.observations.get(name),
-                control_observations=tuple(self.of_controls.get(name, ())),
-                no_context_observations=unseen,
-            )
+            seen: dict[str, Any] = {"observations": self.observations.get(name), "no_context_observations": unseen}
+            seen["control_observations"] = tuple(self.of_controls.get(name, ()))
+            data = replace(data, layers=plan.layers_of(name), **seen)
             try:
                 result = probe.measure(data)
                 if not isinstance(result, Result):
                     raise TypeError(f"probe {name!r} returned a {type(result).__name__}: expected what Result.of gives")
-                answers[name] = result.at_layers(data.layers)
+                if data.layers is not None and any("layer" in one.axes for one in result.quantities.values()):
+                    result = replace(result, ticks={"layer": data.layers, **result.ticks})
+                answers[name] = result
             except UserError as refusal:
                 answers[name] = str(refusal)
             tell(f"measuring {name}", done + 1, len(probes))

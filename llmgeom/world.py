@@ -119,11 +119,6 @@ class World(ABC):
         return self.FILE_SPEC or type(self).__module__.rsplit(".", 1)[-1].replace("_", "-")
 
     @property
-    def from_file(self) -> bool:
-        """Whether the task comes from a file of the user's."""
-        return bool(self.FILE_SPEC)
-
-    @property
     def title(self) -> str:
         """NAME:field=value,... with the fields that differ from their defaults; `load_world` reads it back."""
         return changed_fields(self, self.name)
@@ -131,7 +126,7 @@ class World(ABC):
     @property
     def file_code(self) -> dict[str, str]:
         """The hash of the user's file that defines the task; empty for shipped tasks."""
-        return {"code": self.FILE_HASH} if self.from_file else {}
+        return {"code": self.FILE_HASH} if self.FILE_SPEC else {}
 
     def require(self, holds: bool, expected: str) -> None:
         """Raises UserError with the task's title and what was expected, unless `holds`."""
@@ -322,19 +317,15 @@ class World(ABC):
         Target and posterior are [sequence query ...].
         """
         sequences = self.draw_split(n, seeded(f"sample/{split}", seed, device), split)
+        x = sequences.inputs
         source = {"kind": "task", "name": self.title, "n": n, "seed": seed, "split": split, "spec": asdict(self)}
         return Batch(
-            inputs=self._padded(sequences.inputs, torch.full((n,), self.length)),
+            inputs=self._padded(x, torch.full((n,), self.length)),
             cluster=tuple(f"sequence {i}" for i in range(n)),
             source={**source, "trained": self.trained_queries},
             query=self.mask().expand(n, -1),
             target=sequences.target,
-            posterior=Posterior(
-                self.log_predictive(sequences.inputs),
-                self.log_belief(sequences.inputs),
-                self.answers.tokens,
-                self.bearing(sequences.inputs),
-            ),
+            posterior=Posterior(self.log_predictive(x), self.log_belief(x), self.answers.tokens, self.bearing(x)),
         )
 
     def truncated(self, n: int, seed: int, split: Split = "any", at: int | None = None) -> Batch:
@@ -364,14 +355,8 @@ class World(ABC):
             about = exact.predictive if exact.belief is None else exact.belief
             columns["likeliest"] = tuple(about[:, 0].argmax(-1).tolist())
         assert whole.target is not None
-        return replace(
-            whole,
-            inputs=self._padded(whole.tokens.data, lengths),
-            query=None,
-            target=whole.target[torch.arange(n), chosen][:, None],
-            columns=columns,
-            posterior=exact,
-        )
+        inputs, target = self._padded(whole.tokens.data, lengths), whole.target[torch.arange(n), chosen][:, None]
+        return replace(whole, inputs=inputs, query=None, target=target, columns=columns, posterior=exact)
 
     def _padded(self, inputs: Tensor, lengths: Int[Tensor, " sequence"]) -> Rows | Tokens:
         return Rows(inputs, lengths) if self.features else Tokens(inputs, lengths)

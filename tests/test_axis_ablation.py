@@ -1,6 +1,7 @@
 """The axis, edits along it by their formula, and what of them reaches the output: by layer, control and claim."""
 
 from dataclasses import replace
+from functools import partial
 from typing import get_args
 
 import numpy as np
@@ -81,7 +82,7 @@ def small_subject(request) -> Model:
 def edited(runner: Runner, move, dose: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
     """[batch position coordinate] the edited values of LAYER, in the order of the plan; [batch position] ends."""
     seen = []
-    edit = Edit("value", runner._edit([Intervention("x", {AT: move}, dose=dose)], AT), (LAYER,))
+    edit = Edit("value", partial(runner._moved, [Intervention("x", {AT: move}, dose=dose)], AT), (LAYER,))
     spy = Edit("value", lambda x, where: seen.append((x.double().flatten(2), where.query)) or x, (LAYER,))
     runner.subject.capture(runner.batch, {Site.VALUE}, [edit, spy])
     (found,) = seen

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from llmgeom.cache import manage as cache, shards as store
+from llmgeom.cache import shards as store
 from llmgeom.cli import main
+from llmgeom.commands import cache
 from llmgeom.model.model import Model
 from tests.families import FAMILIES
 from tests.test_store import capture, contents, cut, shards
@@ -141,7 +142,7 @@ def test_what_another_process_renames_meanwhile_is_left_out(kept, monkeypatch):
         return found
 
     monkeypatch.setattr(Path, "stat", looked)
-    assert store.folder_size(kept) == size(kept) + len(b"half") and not late.exists()
+    assert sum(file.st_size for file in store.files(kept)) == size(kept) + len(b"half") and not late.exists()
     for each in (before, late):
         each.write_bytes(b"half")
     assert call("ls").exit_code == 0 and not late.exists()

@@ -9,7 +9,7 @@ from llmgeom.errors import Unavailable
 from llmgeom.model import running
 from llmgeom.model.capture import Site
 from llmgeom.model.model import Model
-from llmgeom.model.no_context import FOLDS, NoContext
+from llmgeom.model.no_context import FOLDS, WRITES, NoContext
 from llmgeom.model.passes import plan_capture
 from llmgeom.plan import Plan
 from llmgeom.probe import NO_CONTEXT, Needs, probe
@@ -36,7 +36,7 @@ def test_the_means_are_those_of_every_real_position_of_other_clusters(name):
     batch = ragged()
     batch = Batch(batch.inputs, tuple(f"c{i % 3}" for i in range(len(batch))), batch.source)
     control = NoContext.of(subject, batch, 0)
-    capture = subject.capture(batch, {Site.ENTROPY}, observers=(control.observer,), batch_tokens=24)
+    capture = subject.capture(batch, {Site.ENTROPY}, observers=(WRITES,), batch_tokens=24)
     whole = subject.capture(batch, {Site.ATTN_OUT}, positions="all")
     means = control.means(capture)
     for cluster, fold in control.fold.items():

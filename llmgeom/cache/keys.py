@@ -117,10 +117,8 @@ def of_tokens(tokens: Tokens | Rows) -> str:
 
 def of_facts(batch: Batch) -> str:
     """Clusters, columns, targets and posterior of a batch: the facts that a probe may read besides tokens."""
-    facts: dict[str, Any] = {
-        "cluster": batch.cluster,
-        "columns": {k: list(map(str, v)) for k, v in batch.columns.items()},
-    }
+    columns = {name: list(map(str, column)) for name, column in batch.columns.items()}
+    facts: dict[str, Any] = {"cluster": batch.cluster, "columns": columns}
     tensors = {"query": batch.query, "target": batch.target}
     facts |= {name: sha256(x.numpy().tobytes()) for name, x in tensors.items() if x is not None}
     answers = ""
@@ -143,16 +141,11 @@ def of_pool(pool: Batch) -> str:
 def of_files(folder: str | os.PathLike) -> str:
     """sha256 over config, weights, adapter, tokenizer and code in a folder, each by name and hash; 64 hex digits."""
     paths = sorted(p for p in Path(folder).iterdir() if READ.search(p.name))
-    return digest(dict(zip([path.name for path in paths], _hashed(paths), strict=True)))
+    return digest(dict(zip([path.name for path in paths], hashes(paths), strict=True)))
 
 
-def of_file(path: Path) -> str:
-    """sha256 of one file; 64 hex digits."""
-    return _hashed([path])[0]
-
-
-def _hashed(paths: Sequence[Path]) -> list[str]:
-    """sha256 of each file.
+def hashes(paths: Sequence[Path]) -> list[str]:
+    """sha256 of each file; 64 hex digits.
 
     A large file of the hub's cache is a link to a blob that is named by its hash. Any other file is read once, and
     again if its path, size, times or inode differ from the entry of hashes.json in the cache folder. A file just

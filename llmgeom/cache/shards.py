@@ -56,16 +56,11 @@ def size_text(size: float) -> str:
 
 
 def files(folder: Path) -> Iterator[os.stat_result]:
-    """The `stat` of every file in a folder tree, without files that another process renames or removes meanwhile."""
+    """The `stat` of every file in a folder tree, if there is one, without those renamed or removed meanwhile."""
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):
             if stat.S_ISREG((found := path.stat()).st_mode):
                 yield found
-
-
-def folder_size(folder: Path) -> int:
-    """Bytes of the files in a folder tree; 0 without one."""
-    return sum(file.st_size for file in files(folder))
 
 
 def room(folder: str | os.PathLike, needed: float, what: str = "the captures take") -> None:
@@ -137,12 +132,9 @@ class Store:
     """
 
     def __init__(
-        self,
-        root: str | os.PathLike,
-        run: Mapping[str, Any],
-        spec: Mapping[str, Any],
+        self, root: str | os.PathLike, run: Mapping[str, Any], spec: Mapping[str, Any],
         about: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {}),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.of = f"{run_key(run)}/{digest(spec)[:24]}"
         self.folder = Path(root) / self.of
         try:

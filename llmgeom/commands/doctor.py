@@ -59,11 +59,11 @@ def findings() -> Iterator[tuple[str, str]]:
         yield ("ok", "the model hub answers") if place.kind == "hub" else ("note", f"hub models: {place.note}")
     except UserError as refusal:
         yield "note", f"hub models: {refusal}"
-    for package, dependency in OPTIONAL.items():
+    for package, (feature, install) in OPTIONAL.items():
         if installed(package):
-            yield "ok", f"{dependency.feature}: {package} is installed"
+            yield "ok", f"{feature}: {package} is installed"
         else:
-            yield "note", f"{dependency.feature}: {package} is not installed; {dependency.install}"
+            yield "note", f"{feature}: {package} is not installed; {install}"
     drawing = browser()
     yield (
         ("ok", f"a browser draws images: {drawing}")

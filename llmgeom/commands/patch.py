@@ -281,7 +281,6 @@ def question_of_text(
         UserError: a direction that is not of this model's residual stream; a layer that does not exist; no tokenizer;
             prompts that the model cannot read; too few pairs.
     """
-    from llmgeom.model.intervention import chosen_layers
     from llmgeom.plan import Plan
     from llmgeom.probes.interventions.text_pairs import TextPairs
     from llmgeom.probes.interventions.text_patching import PROBE, TextPatchingProbe
@@ -293,7 +292,7 @@ def question_of_text(
     if axis is not None:
         axis.check(subject, ("residual",))
         layers, along = (axis.layer,), tuple(axis.vector.tolist())
-    chosen = chosen_layers(subject, layers)
+    chosen = places("--layers", layers, len(subject.blocks))
     ks = tuple(ks) or tuple(k for k in process.KS if k)
     each, positions = -(-n // len(ks)), subject.facts["positions"]
     batch = text.sample(process, each, seed, subject.tokenizer, ks=ks, positions=positions)

@@ -53,17 +53,10 @@ class Recorder:
     """
 
     def __init__(
-        self,
-        blocks: Sequence[Block],
-        rows: tuple[Tensor, Tensor],
-        sites: frozenset[Site],
-        edits: Sequence[Edit],
-        where: tuple[Tensor, Tensor],
-        everywhere: frozenset[Site] = frozenset(),
-        positions: tuple[Tensor, Tensor] | None = None,
-        tokens: Tensor | None = None,
-        resumed: Resumed | None = None,
-    ) -> None:
+        self, blocks: Sequence[Block], rows: tuple[Tensor, Tensor], sites: frozenset[Site], edits: Sequence[Edit],
+        where: tuple[Tensor, Tensor], everywhere: frozenset[Site] = frozenset(),
+        positions: tuple[Tensor, Tensor] | None = None, tokens: Tensor | None = None, resumed: Resumed | None = None,
+    ) -> None:  # fmt: skip
         layers: dict[nn.Module | None, list[int]] = defaultdict(list)
         self.resumed = resumed
         for index in attending(blocks)[resumed.start if resumed else 0 :]:
@@ -225,19 +218,10 @@ def row_statistic(site: Site, weights: Tensor) -> Tensor:
 
 
 def attention_rows(
-    query: Tensor,
-    key: Tensor,
-    closed: Tensor,
-    prompt: Tensor,
-    position: Tensor,
-    *,
-    one_each: bool = False,
-    dtype: torch.dtype = torch.float32,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_,
-) -> Tensor:
+    query: Tensor, key: Tensor, closed: Tensor, prompt: Tensor, position: Tensor, *, one_each: bool = False,
+    dtype: torch.dtype = torch.float32, scaling: float | None = None, softcap: float | None = None,
+    s_aux: Tensor | None = None, **_,
+) -> Tensor:  # fmt: skip
     """softmax(scaling q . k + mask) in float32 for the rows (prompt, position) only: [row head seq] float32.
 
     query [batch head seq dim], key [batch kv_head seq dim], closed as `Recorder.closed`. Query head h reads kv head
@@ -272,14 +256,9 @@ def attention_rows(
 
 
 def softmaxed(
-    scores: Tensor,
-    closed: Tensor,
-    *,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    edit: Callable[[Tensor], Tensor] | None = None,
-    **_,
-) -> Tensor:
+    scores: Tensor, closed: Tensor, *, softcap: float | None = None, s_aux: Tensor | None = None,
+    edit: Callable[[Tensor], Tensor] | None = None, **_,
+) -> Tensor:  # fmt: skip
     """Weights [... head key] float32 of scaled scores, which `edit` may change once they are capped and masked."""
     if softcap:
         scores = (scores / softcap).tanh_().mul_(softcap)
@@ -392,47 +371,41 @@ def recording(recorder: Recorder, blocks: Sequence[Block], output: nn.Module | N
     shape, resumed = recorder.where[1].shape, recorder.resumed
     begin = resumed.start if resumed is not None else 0  # layer 0 reads the tokens themselves
 
-    def enter(index):
-        # kwargs may be missing: torch notes with_kwargs after the hook itself, and another thread may be in between.
-        def hook(_module, args, kwargs=None):
-            if active.get() is not recorder:
-                return None
-            x = args[0] if args else kwargs["hidden_states"]
-            if x.dim() != 3 or x.shape[:2] != shape:  # Gemma-3n puts its streams first, DeepSeek-V4 before the width
-                raise UnsupportedModel(
-                    f"{type(_module).__name__} {index} reads numbers of shape {tuple(x.shape)}, not one residual "
-                    f"stream of {tuple(shape)} inputs and positions; models with several are not read"
-                )
-            if resumed is not None and 0 < index == begin:
-                x = resumed.stream(x.device)
-            x = recorder.edit("residual", index, x)
-            recorder.keep(Site.RESIDUAL, index, x)
-            if ("residual", index) not in recorder.edits and not 0 < index == begin:
-                return None
-            x = x.contiguous()  # layers reshape their input; an edit may return any strides
-            return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
-
-        return hook
+    # kwargs may be missing: torch notes with_kwargs after the hook itself, and another thread may be in between.
+    def enter(index, module, args, kwargs=None):
+        if active.get() is not recorder:
+            return None
+        x = args[0] if args else kwargs["hidden_states"]
+        if x.dim() != 3 or x.shape[:2] != shape:  # Gemma-3n puts its streams first, DeepSeek-V4 before the width
+            raise UnsupportedModel(
+                f"{type(module).__name__} {index} reads numbers of shape {tuple(x.shape)}, not one residual stream of "
+                f"{tuple(shape)} inputs and positions; models with several are not read"
+            )
+        if resumed is not None and 0 < index == begin:
+            x = resumed.stream(x.device)
+        x = recorder.edit("residual", index, x)
+        recorder.keep(Site.RESIDUAL, index, x)
+        if ("residual", index) not in recorder.edits and not 0 < index == begin:
+            return None
+        x = x.contiguous()  # layers reshape their input; an edit may return any strides
+        return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
 
     def leave(_module, _args, out):
         if active.get() is recorder:
             recorder.keep(Site.RESIDUAL, len(blocks), out[0] if isinstance(out, tuple | list) else out)
 
-    def write(index, site, point, scale):
-        def hook(_module, _args, out):
-            if active.get() is not recorder:
-                return None
-            first = out[0] if isinstance(out, tuple | list) else out
-            # OPT flattens batch and position before its MLP; an edit may return any strides.
-            x = first.reshape(*shape, first.shape[-1])
-            x = recorder.edit(point, index, x if scale == 1 else x * scale)
-            recorder.keep(site, index, x)
-            if (point, index) not in recorder.edits:
-                return None
-            x = (x if scale == 1 else x / scale).reshape(first.shape)
-            return (x, *out[1:]) if isinstance(out, tuple | list) else x
-
-        return hook
+    def write(index, site, scale, _module, _args, out):
+        if active.get() is not recorder:
+            return None
+        first = out[0] if isinstance(out, tuple | list) else out
+        # OPT flattens batch and position before its MLP; an edit may return any strides.
+        x = first.reshape(*shape, first.shape[-1])
+        x = recorder.edit(site.value, index, x if scale == 1 else x * scale)
+        recorder.keep(site, index, x)
+        if (site.value, index) not in recorder.edits:
+            return None
+        x = (x if scale == 1 else x / scale).reshape(first.shape)
+        return (x, *out[1:]) if isinstance(out, tuple | list) else x
 
     def last(_module, args):
         return recorder.asked(args[0]) if active.get() is recorder else None
@@ -440,17 +413,14 @@ def recording(recorder: Recorder, blocks: Sequence[Block], output: nn.Module | N
     with ExitStack() as hooks:
         for index, block in enumerate(blocks):
             if 0 < index == begin or Site.RESIDUAL in recorder.wanted or ("residual", index) in recorder.edits:
-                hooks.callback(block.layer.register_forward_pre_hook(enter(index), with_kwargs=True).remove)
+                handle = block.layer.register_forward_pre_hook(partial(enter, index), with_kwargs=True)
+                hooks.callback(handle.remove)
+            for module, site in ((block.attention_writer, Site.ATTN_OUT), (block.mlp_writer, Site.MLP_OUT)):
+                if module is not None and (site in recorder.wanted or (site.value, index) in recorder.edits):
+                    hook = partial(write, index, site, block.scale)
+                    hooks.callback(module.register_forward_hook(hook).remove)
         if Site.RESIDUAL in recorder.wanted:
             hooks.callback(blocks[-1].layer.register_forward_hook(leave).remove)
-        for index, block in enumerate(blocks):
-            for module, site, point in (
-                (block.attention_writer, Site.ATTN_OUT, "attn_out"),
-                (block.mlp_writer, Site.MLP_OUT, "mlp_out"),
-            ):
-                if module is not None and (site in recorder.wanted or (point, index) in recorder.edits):
-                    hook = write(index, site, point, block.scale)
-                    hooks.callback(module.register_forward_hook(hook).remove)
         if output is not None:
             hooks.callback(output.register_forward_pre_hook(last).remove)
         token = active.set(recorder)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -110,24 +109,18 @@ class LazyTensors(Mapping[Key, Tensor]):
     """Tensors by key, each read on access: no more than one need be in memory.
 
     Args:
-        read: (key, rows) -> tensor; rows are indices, None for all.
+        read: (key, rows) -> tensor.
         keys: What can be read.
-        rows: Which rows are read, in this order; None for all.
+        rows: The indices of the rows that are read, in this order.
     """
 
-    def __init__(
-        self, read: Callable[[Key, Tensor | None], Tensor], keys: Sequence[Key], rows: Tensor | None = None
-    ) -> None:
-        self._read, self._keys, self._rows = read, dict.fromkeys(keys), rows
-
-    def part(self, rows: Tensor) -> LazyTensors:
-        """Some rows only, in the order given."""
-        return LazyTensors(self._read, [*self._keys], rows if self._rows is None else self._rows[rows])
+    def __init__(self, read: Callable[[Key, Tensor], Tensor], keys: Iterable[Key], rows: Tensor) -> None:
+        self.read, self._keys, self.rows = read, dict.fromkeys(keys), rows
 
     def __getitem__(self, key: Key) -> Tensor:
         if key not in self._keys:
             raise KeyError(key)
-        return self._read(key, self._rows)
+        return self.read(key, self.rows)
 
     def __contains__(self, key: object) -> bool:
         return key in self._keys  # a Mapping would read the tensor to know
@@ -187,38 +180,13 @@ class Capture:
         ends, each = counts.cumsum(0)[prompts], counts[prompts]
         place = torch.arange(len(prompts)).repeat_interleave(each)
         rows = by_prompt[torch.arange(len(place)) + (ends - each.cumsum(0))[place]]
-        tensors = self.tensors
-        return replace(
-            self,
-            batch=self.batch.take(prompts.tolist()) if batch is None else batch,
-            prompt=place,
-            position=self.position[rows],
-            lengths=self.lengths[prompts],
-            tensors=tensors.part(rows)
-            if isinstance(tensors, LazyTensors)
-            else {key: tensors[key][rows] for key in tensors},
-        )
-
-    @staticmethod
-    def joined(parts: Sequence[Capture], batch: Batch, order: Int[Tensor, " prompt"]) -> Capture:
-        """Several captures of the same sites as one; prompt i of `batch` is prompt order[i] of all parts in turn."""
-        if len(parts) == 1:
-            return parts[0].take(order, batch)
-        first = np.cumsum([0, *(len(part.lengths) for part in parts)])
-
-        def read(key: Key, rows: Tensor | None) -> Tensor:
-            tensor = concatenated([part.tensors[key] for part in parts])
-            return tensor if rows is None else tensor[rows]
-
-        whole = Capture(
-            batch,
-            torch.cat([part.prompt + int(at) for part, at in zip(parts, first, strict=False)]),
-            torch.cat([part.position for part in parts]),
-            torch.cat([part.lengths for part in parts]),
-            LazyTensors(read, [key for key in parts[0].tensors if all(key in part.tensors for part in parts)]),
-            tuple(dict.fromkeys(event for part in parts for event in part.events)),
-        )
-        return whole.take(order, batch)
+        batch = self.batch.take(prompts.tolist()) if batch is None else batch
+        tensors: Mapping[Key, Tensor] = self.tensors
+        if isinstance(tensors, LazyTensors):
+            tensors = LazyTensors(tensors.read, tensors, tensors.rows[rows])
+        else:
+            tensors = {key: tensors[key][rows] for key in tensors}
+        return Capture(batch, place, self.position[rows], self.lengths[prompts], tensors, self.events)
 
     def observed(self, name: str) -> Tensor:
         """An array of an observer, [row ...]; `name` is OBSERVER.ARRAY. Raises LookupError if it was not taken."""
@@ -307,18 +275,6 @@ class Capture:
     @property
     def attention(self) -> Float[Tensor, "layer row head key"]:
         return self["attention"]
-
-    @property
-    def attention_entropy(self) -> Float[Tensor, "layer row head"]:
-        return self["attention_entropy"]
-
-    @property
-    def attention_first(self) -> Float[Tensor, "layer row head"]:
-        return self["attention_first"]
-
-    @property
-    def attention_rest(self) -> Float[Tensor, "layer row head"]:
-        return self["attention_rest"]
 
     @property
     def z(self) -> Float[Tensor, "layer row head head_dim"]:

@@ -48,11 +48,13 @@ def untrained(like: Any, seed: Draw) -> Any:
         model = copy.deepcopy(like)
         permute(model, seed)
         return model
-    model = _weightless(like)
+    with torch.device("meta"):
+        model = _of_config(like)
     if not places:
         model.to_empty(device=next(like.parameters()).device)
         return model if _drawn(model, seed, poison=True) else initial(like, seed)
-    if _constructed(like):
+    if getattr(like, "all_tied_weights_keys", None):
+        # One tensor is in two places, and accelerate divides them when the model is whole.
         return initial(like, seed)
     from accelerate.utils import offload_weight, set_module_tensor_to_device
 
@@ -82,11 +84,6 @@ def initial(like: Any, seed: int) -> Any:
     return _dispatched(model, like, _scratch(model), None)
 
 
-def _weightless(like: Any) -> Any:
-    with torch.device("meta"):
-        return _of_config(like)
-
-
 def _of_config(like: Any) -> Any:
     """A new model of a model's config, in its precision, which a config with packed weights does not say."""
     config = copy.deepcopy(like.config)
@@ -95,14 +92,6 @@ def _of_config(like: Any) -> Any:
     for parameter in model.parameters():  # buffers, such as rotary frequencies, keep the precision of the family
         parameter.data = parameter.data.to(like.dtype)
     return model
-
-
-def _constructed(like: Any) -> bool:
-    """Whether the controls of `like` are those of `initial`: tied weights spread over several places.
-
-    One tensor is then in two places, and accelerate divides them when the model is whole.
-    """
-    return bool(_spread(like) and getattr(like, "all_tied_weights_keys", None))
 
 
 def _spread(like: Any) -> dict[str, Any]:
@@ -189,15 +178,18 @@ def in_place(
 
 def _described(model: Any) -> bool:
     """Whether a model has the parameters and buffers that its config gives, all of them in memory."""
-    if _constructed(model) or any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+    divided = _spread(model) and getattr(model, "all_tied_weights_keys", None)  # `initial` draws its controls
+    if divided or any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         return False
+    with torch.device("meta"):
+        of_config = _of_config(model)
     ours, given = (
         {
             name: (tensor.shape, tensor.dtype)
             for named in (one.named_parameters, one.named_buffers)
             for name, tensor in named(remove_duplicate=False)
         }
-        for one in (model, _weightless(model))
+        for one in (model, of_config)
     )
     return ours == given
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Real
 from operator import index
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -19,9 +19,7 @@ from llmgeom.errors import UserError, brief
 from llmgeom.flags import places
 
 Point = Literal["residual", "query", "key", "value", "scores", "attention", "z", "attn_out", "mlp_out"]
-POINTS: tuple[Point, ...] = (
-    "residual", "query", "key", "value", "scores", "attention", "z", "attn_out", "mlp_out"
-)  # fmt: skip
+POINTS: tuple[Point, ...] = get_args(Point)
 BY_HEAD = POINTS[1:7]
 BY_KEY: tuple[Point, ...] = ("scores", "attention")
 
@@ -307,13 +305,10 @@ class Resumed:
 
 
 def made(
-    point: str,
-    fn: Callable[..., Tensor] | float | Tensor,
-    layers: int | slice | range | list[int] | tuple[int, ...] | None,
-    depth: int,
-    spec: Mapping[str, Any] | None = None,
+    point: str, fn: Callable[..., Tensor] | float | Tensor,
+    layers: int | slice | range | list[int] | tuple[int, ...] | None, depth: int, spec: Mapping[str, Any] | None = None,
     **rest: Any,
-) -> Edit:
+) -> Edit:  # fmt: skip
     """The edit that `Model.edit` describes, in a model of `depth` layers. Raises UserError as Edit does."""
     if isinstance(layers, str):
         layers = None if layers == "all" else places("layers", layers, depth)

@@ -84,10 +84,10 @@ def converted(file: Path, name: str) -> Path:
         raise UserError(f"{file} is a git-lfs pointer in place of weights: run `git lfs pull`")
     if head[:4] != b"GGUF":
         raise UserError(f"{file} is no GGUF file, though its name says so: it does not begin with GGUF")
-    from llmgeom.cache.keys import of_file  # numpy: a list of names needs none
+    from llmgeom.cache.keys import hashes  # numpy: a list of names needs none
     from llmgeom.cache.shards import cache_folder
 
-    folder = cache_folder() / "gguf" / of_file(file)[:20]
+    folder = cache_folder() / "gguf" / hashes([file])[0][:20]
     if (folder / NOTE).exists():
         return folder
     imported("gguf")
@@ -131,13 +131,9 @@ def _convert(file: Path, name: str, folder: Path) -> None:
         with undisturbed(silent=True), _watched(placed, held):
             tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
             both: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                file.parent,
-                gguf_file=file.name,
-                quantization_config=transformers.GgufConfig(dequantize=True),
-                dtype=dtype,
-                use_safetensors=True,
-                output_loading_info=True,
-            )
+                file.parent, gguf_file=file.name, quantization_config=transformers.GgufConfig(dequantize=True),
+                dtype=dtype, use_safetensors=True, output_loading_info=True,
+            )  # fmt: skip
             model, found = both
             if missing := sorted(found["missing_keys"]):
                 raise UserError(

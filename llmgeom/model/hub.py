@@ -137,7 +137,8 @@ def _adapted(model: str, folder: str, offline: bool, trust_remote_code: bool) ->
     if not isinstance(base, str) or not base:
         raise UserError(f"{model}: {ADAPTER} names no base_model_name_or_path; write there where its model is")
     if not installed("peft"):
-        raise UserError(f"{model} is a LoRA adapter, which needs peft: {OPTIONAL['peft'].install}")
+        _, install = OPTIONAL["peft"]
+        raise UserError(f"{model} is a LoRA adapter, which needs peft: {install}")
     try:
         found = locate(base, said.get("revision"), offline=offline, trust_remote_code=trust_remote_code)
     except UserError as error:

@@ -10,7 +10,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from llmgeom.batch import Batch
-from llmgeom.flags import places
 from llmgeom.model.attention import Recorder
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.capture import Site
@@ -59,11 +58,6 @@ class Intervention:
     columns: slice = field(default_factory=lambda: slice(None))
     dose: float = 1.0
     at: Tensor | None = None
-
-    @property
-    def begins(self) -> int:
-        """The first layer that it changes."""
-        return min((layer for _, layer in self.moves), default=0)
 
 
 NOTHING = Intervention("", {})
@@ -133,7 +127,9 @@ class Runner:
             interventions: One for each copy of the batch.
             stage: What the progress calls them; without it they are not shown.
         """
-        begins, groups = [one.begins if self.clean else 0 for one in interventions], defaultdict(list)
+        groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        # The first layer that each changes.
+        begins = [min((layer for _, layer in one.moves), default=0) if self.clean else 0 for one in interventions]
         for i, one in enumerate(interventions):
             # A copy that is compared with the clean one runs the same positions as that.
             key = tuple(self._first(one).tolist()) if self.compared and self.clean else ()
@@ -157,7 +153,7 @@ class Runner:
         rows = replace(self.batch, posterior=None).take([*range(len(self.batch))] * len(copies))
         edits = [
             # With a spec batches may run at the same time: what is added depends on the batch alone.
-            Edit(at[0], self._edit(copies, at), (at[1],), spec={"patches": len(copies)})
+            Edit(at[0], partial(self._moved, copies, at), (at[1],), spec={"patches": len(copies)})
             for at in dict.fromkeys(at for one in copies for at in one.moves)
         ]
         resume = None
@@ -197,27 +193,23 @@ class Runner:
         line, position = at.nonzero(as_tuple=True)
         return line, position, self._row[prompt[line], place[line, position]]
 
-    def _edit(self, copies: Sequence[Intervention], location: Location) -> Callable[[Tensor, Where], Tensor]:
+    def _moved(self, copies: Sequence[Intervention], location: Location, x: Tensor, where: Where) -> Tensor:
+        """The activation of a pass of these copies, each moved by its intervention."""
         n = len(self.batch)
-
-        def function(x: Tensor, where: Where) -> Tensor:
-            copy = where.prompt.cpu() // n
-            prompt, place = where.prompt.cpu() % n, where.position.cpu()
-            line, position, row = self._rows(prompt, place)
-            before = x[line, position].flatten(1).double().cpu()
-            after = before.clone()
-            for j in copy.unique().tolist():
-                if location in copies[j].moves:
-                    one, mine = copies[j], copy[line] == j
-                    if one.at is not None:
-                        mine &= one.at[prompt[line], place[line, position]]
-                    step = one.dose * one.moves[location](before[mine], row[mine])
-                    after[mine, one.columns] += step[:, one.columns]
-            x = x.clone()
-            x[line, position] = after.to(x).unflatten(1, x.shape[2:])
-            return x
-
-        return function
+        copy, prompt, place = where.prompt.cpu() // n, where.prompt.cpu() % n, where.position.cpu()
+        line, position, row = self._rows(prompt, place)
+        before = x[line, position].flatten(1).double().cpu()
+        after = before.clone()
+        for j in copy.unique().tolist():
+            if location in copies[j].moves:
+                one, mine = copies[j], copy[line] == j
+                if one.at is not None:
+                    mine &= one.at[prompt[line], place[line, position]]
+                step = one.dose * one.moves[location](before[mine], row[mine])
+                after[mine, one.columns] += step[:, one.columns]
+        x = x.clone()
+        x[line, position] = after.to(x).unflatten(1, x.shape[2:])
+        return x
 
     # ---- attribution patching ---------------------------------------------------------------------------------------
 
@@ -242,26 +234,20 @@ class Runner:
         return np.concatenate(parts, 2)
 
     def _gradients(
-        self,
-        interventions: Sequence[Intervention],
-        locations: Sequence[Location],
-        members: list[int],
+        self, interventions: Sequence[Intervention], locations: Sequence[Location], members: list[int],
         scores: Callable[[Tensor, Sequence[int]], Sequence[Tensor]],
-    ) -> np.ndarray:
+    ) -> np.ndarray:  # fmt: skip
         tokens = self.subject.tokens(self.batch)
         width = int(tokens.lengths[members].max())
         prompt, leaves, seen = torch.tensor(members), {}, {}
         line, position, row = self._rows(prompt, torch.arange(width).expand(len(members), -1))
 
-        def watched(location: Location) -> Callable[[Tensor, Where], Tensor]:
-            def function(x: Tensor, where: Where) -> Tensor:
-                seen[location] = x.detach()
-                leaves[location] = torch.zeros_like(x, requires_grad=True)
-                return x + leaves[location]
+        def watched(location: Location, x: Tensor, where: Where) -> Tensor:
+            seen[location] = x.detach()
+            leaves[location] = torch.zeros_like(x, requires_grad=True)
+            return x + leaves[location]
 
-            return function
-
-        edits = [Edit(at[0], watched(at), (at[1],)) for at in locations]
+        edits = [Edit(at[0], partial(watched, at), (at[1],)) for at in locations]
         queried = self._queried[members, :width]
         where, end = queried.nonzero(as_tuple=True)
         recorder = Recorder(self.subject.blocks, (where, end), frozenset(), edits, (prompt, queried))
@@ -321,17 +307,10 @@ def gradients(approximate: Callable[[], np.ndarray] | None, components: int, run
 
 
 def two_stages(
-    runner: Runner,
-    groups: Sequence[Sequence[Intervention]],
-    outcome: str,
-    approximate: Callable[[], np.ndarray] | None,
-    *,
-    seed: int,
-    strata: Sequence[int] = (),
-    whole: Sequence[int] = (),
-    number: int = EDITED,
-    stage: str = "",
-) -> Effects:
+    runner: Runner, groups: Sequence[Sequence[Intervention]], outcome: str,
+    approximate: Callable[[], np.ndarray] | None, *, seed: int, strata: Sequence[int] = (), whole: Sequence[int] = (),
+    number: int = EDITED, stage: str = "",
+) -> Effects:  # fmt: skip
     """The effect of every component; of many, the largest by gradients and a random sample of the others are edited.
 
     The sample of a stratum has `number` draws with replacement, half of the chance even and half by the gradients'
@@ -422,8 +401,3 @@ def priced(layers: Sequence[int], depth: int, tokens: float, most: int = COPIES)
     begins = sorted(layers)
     passes = together(begins, depth, most - 1)
     return tokens * sum((len(one) + 1) * (depth - begins[one.start]) for one in passes) / depth
-
-
-def chosen_layers(subject: Any, layers: Any) -> tuple[int, ...]:
-    """The edited layers, as `flags.places` reads them; None for all. Raises UserError for one that does not exist."""
-    return places("--layers", "all" if layers is None else layers, len(subject.blocks))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,14 +107,13 @@ def attentions(layer: nn.Module) -> list[nn.Module]:
     return found
 
 
-def attending(blocks: Iterable[Block]) -> tuple[int, ...]:
+def attending(blocks: Sequence[Block]) -> tuple[int, ...]:
     """The numbers of the layers whose attention is read."""
     return tuple(index for index, block in enumerate(blocks) if block.attention is not None)
 
 
-def without_attention(model: Any, blocks: Iterable[Block]) -> str:
+def without_attention(model: Any, blocks: Sequence[Block]) -> str:
     """Why no layer has attention that can be read, with a way that exists; empty where one has."""
-    blocks = tuple(blocks)
     if attending(blocks):
         return ""
     if own := getattr(model, "without_attention", ""):

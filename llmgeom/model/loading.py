@@ -21,6 +21,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from llmgeom.errors import NO_FLOAT64, UnsupportedModel, UserError, first_line
+from llmgeom.flags import plain
 from llmgeom.model import hub
 from llmgeom.model.tokenizing import appended
 from llmgeom.optional import OPTIONAL, imported, installed, undisturbed
@@ -32,14 +33,9 @@ _BESIDE = {"8bit": "float16", "4bit": "bfloat16"}  # the precision in which bits
 
 
 def load(
-    located: hub.Located,
-    dtype: str | None,
-    device: str | None,
-    quantize: str | None,
-    device_map: str | None,
-    trust_remote_code: bool,
-    tokenizer_options: Mapping[str, Any] = {},
-) -> tuple[Any, Any, list[str]]:
+    located: hub.Located, dtype: str | None, device: str | None, quantize: str | None, device_map: str | None,
+    trust_remote_code: bool, tokenizer_options: Mapping[str, Any] = {},
+) -> tuple[Any, Any, list[str]]:  # fmt: skip
     """Model, tokenizer (None for a wind-tunnel model), and what the reader of a number must know of the loading.
 
     That is: tensors of the files that are not read, and what transformers warns of the tokenizer. The arguments are
@@ -74,14 +70,9 @@ def load(
             # Some versions of transformers (5.17 to 5.20) choose sdpa, which leaves the cap out.
             placed["attn_implementation"] = "eager"
         both: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            located.path,
-            output_loading_info=True,
-            config=config,
-            dtype=default_dtype(dtype or _BESIDE.get(quantize or ""), device, config),
-            use_safetensors=True,
-            **placed,
-            **shared,
-        )
+            located.path, config=config, dtype=default_dtype(dtype or _BESIDE.get(quantize or ""), device, config),
+            output_loading_info=True, use_safetensors=True, **placed, **shared,
+        )  # fmt: skip
     loaded, found = both
     if found["missing_keys"]:
         # transformers would fill these at random and go on.
@@ -183,14 +174,6 @@ def usable(device: str | None, float64: bool = False) -> str:
     return device or ("mps" if torch.backends.mps.is_available() and not float64 else "cpu")
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """A precision as a record, a command and a folder's name have it, e.g. bfloat16.
-
-    `flags.plain` does the same for a command's values: it loads no torch, and this module no flags.
-    """
-    return str(dtype).removeprefix("torch.")
-
-
 def default_dtype(asked: str | None, device: str, config) -> torch.dtype:
     """The given precision; by default float32 on a CPU, and on a GPU below 2e9 parameters, else bfloat16."""
     if asked is not None:
@@ -207,8 +190,9 @@ def _quantizing(how: str, located: hub.Located, device: str) -> dict[str, Any]:
     without trained weights to quantise."""
     if how not in _BESIDE:
         raise UserError(f"--quantize {how}: expected {' or '.join(_BESIDE)}")
-    if not installed(package := "bitsandbytes"):
-        raise UserError(f"--quantize {how} needs {package}: {OPTIONAL[package].install}")
+    if not installed("bitsandbytes"):
+        _, install = OPTIONAL["bitsandbytes"]
+        raise UserError(f"--quantize {how} needs bitsandbytes: {install}")
     if located.step0 or hub.tunnel(located.path):
         raise UserError(f"--quantize {how}: {located.name} is no language model's trained weights; leave it out")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # its reports on kernels are noise here
@@ -265,7 +249,7 @@ def describe(model: Any, name: str) -> dict[str, Any]:
         "positions": getattr(config, "max_position_embeddings", None),
         "window": setting("sliding_window"),
         "parameters": model.num_parameters(),  # of quantised weights too, which are packed
-        "dtype": dtype_name(model.dtype),
+        "dtype": plain(model.dtype),
         "quantised": quantised,
         "device": "+".join(sorted({str(torch.device(one)) if one != "disk" else one for one in spread.values()})),
     }
@@ -340,18 +324,15 @@ def tensors_hash(tensors: Mapping[str, Tensor]) -> str:
 
     One core takes half a minute for the bytes of 7e9 parameters in bfloat16: several are hashed at the same time.
     """
-
-    def line(name: str, numbers: Any) -> str:
-        return f"{name} {hashlib.sha256(numbers).hexdigest()}\n"
-
-    threads = torch.get_num_threads()
-    lines: list[str] = []
-    waiting: deque[Future[str]] = deque()
+    threads, names = torch.get_num_threads(), sorted(tensors)
+    digests: list[str] = []
+    waiting: deque[Future[Any]] = deque()
     with ThreadPoolExecutor(threads) as pool:
-        for name in sorted(tensors):
-            numbers = tensors[name].detach().cpu().flatten().view(torch.uint8).numpy()
-            waiting.append(pool.submit(line, name, numbers))
+        for name in names:
+            numbers: Any = tensors[name].detach().cpu().flatten().view(torch.uint8).numpy()
+            waiting.append(pool.submit(hashlib.sha256, numbers))
             if len(waiting) > threads:  # few tensors of a GPU are in the host's memory at once
-                lines.append(waiting.popleft().result())
-        lines += [future.result() for future in waiting]
+                digests.append(waiting.popleft().result().hexdigest())
+        digests += [future.result().hexdigest() for future in waiting]
+    lines = (f"{name} {hexdigest}\n" for name, hexdigest in zip(names, digests, strict=True))
     return hashlib.sha256("".join(lines).encode()).hexdigest()

@@ -18,7 +18,7 @@ from llmgeom.batch import Batch, Prompts, Rows, Tokens
 from llmgeom.cache import keys
 from llmgeom.errors import UserError, brief
 from llmgeom.files import digest
-from llmgeom.flags import places
+from llmgeom.flags import places, plain
 from llmgeom.model import controls, hub, loading, running, self_check, tokenizing
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.capture import ATTENDING, Capture, Site
@@ -79,20 +79,11 @@ class Model(Reader, Verbs):
 
     @classmethod
     def load(
-        cls,
-        model: str | hub.Located | torch.nn.Module = "",
-        tokenizer: Any = None,
-        *,
-        revision: str | None = None,
-        dtype: str | torch.dtype | None = None,
-        device: str | None = None,
-        quantize: str | None = None,
-        device_map: str | None = None,
-        offline: bool = False,
-        trust_remote_code: bool = False,
-        backend: Backend = "transformers",
-        tokenizer_options: Mapping[str, Any] | None = None,
-    ) -> Model:
+        cls, model: str | hub.Located | torch.nn.Module = "", tokenizer: Any = None, *, revision: str | None = None,
+        dtype: str | torch.dtype | None = None, device: str | None = None, quantize: str | None = None,
+        device_map: str | None = None, offline: bool = False, trust_remote_code: bool = False,
+        backend: Backend = "transformers", tokenizer_options: Mapping[str, Any] | None = None,
+    ) -> Model:  # fmt: skip
         """Load a model by name, or take one in memory; check it, and describe it.
 
         Args:
@@ -122,7 +113,7 @@ class Model(Reader, Verbs):
         if backend == "tl" and quantize is not None:
             raise UserError("--backend tl reads whole weights; leave out --quantize")
         if isinstance(dtype, torch.dtype):
-            dtype = loading.dtype_name(dtype)
+            dtype = str(plain(dtype))
         options: dict[str, Any] = {
             "revision": revision, "dtype": dtype, "device": device, "quantize": quantize, "device_map": device_map,
             "offline": offline, "trust_remote_code": trust_remote_code, "backend": backend,
@@ -249,16 +240,11 @@ class Model(Reader, Verbs):
         return replace(self, tokenizer=reader, facts={**self.facts, "chat": True})
 
     def edit(
-        self,
-        point: str,
-        fn: Callable[..., torch.Tensor] | float | torch.Tensor,
-        *,
+        self, point: str, fn: Callable[..., torch.Tensor] | float | torch.Tensor, *,
         layers: int | slice | range | list[int] | tuple[int, ...] | None = None,
-        positions: str | int | Sequence[int] = "all",
-        heads: int | Sequence[int] | None = None,
-        keys: str | int | Sequence[int] = "all",
-        spec: Mapping[str, Any] | None = None,
-    ) -> Self:
+        positions: str | int | Sequence[int] = "all", heads: int | Sequence[int] | None = None,
+        keys: str | int | Sequence[int] = "all", spec: Mapping[str, Any] | None = None,
+    ) -> Self:  # fmt: skip
         """A subject whose every pass is edited at one point; `Edit` says what x is there.
 
         `subject.edit("value", 0, layers=-1)` silences the last layer's values;
@@ -331,19 +317,11 @@ class Model(Reader, Verbs):
         return tokens
 
     def capture(
-        self,
-        batch: Prompts,
-        sites: str | Iterable[Site | str] = FIRST_LOOK,
-        edits: Sequence[Edit] = (),
-        *,
-        positions: str | int | Sequence[int] = "query",
-        layers: Any = "all",
-        observers: Sequence[Observer] = (),
-        batch_tokens: int = BATCH_TOKENS,
-        store: str | None = None,
-        progress: Callable[[int, int], None] | None = None,
+        self, batch: Prompts, sites: str | Iterable[Site | str] = FIRST_LOOK, edits: Sequence[Edit] = (), *,
+        positions: str | int | Sequence[int] = "query", layers: Any = "all", observers: Sequence[Observer] = (),
+        batch_tokens: int = BATCH_TOKENS, store: str | None = None, progress: Callable[[int, int], None] | None = None,
         resume: Resume | None = None,
-    ) -> Capture:
+    ) -> Capture:  # fmt: skip
         """Run the batch and keep the tensors of `sites` at the chosen positions, by default those under examination.
 
         Args:

@@ -42,7 +42,6 @@ from llmgeom.model.forward import Reader
 from llmgeom.model.passes import Observer, Step
 
 FOLDS = 5
-LEAST_CLUSTERS = 2  # one cluster has no other
 NAME = "attention writes"
 ALONE = -1  # the fold of a prompt of one token
 
@@ -63,6 +62,13 @@ def write_sums(step: Step) -> dict[str, Tensor]:
     }
 
 
+# During the model's own pass over the main sample.
+WRITES = Observer(
+    NAME, write_sums, everywhere=frozenset({Site.ATTN_OUT}), version="1",
+    row_bytes=lambda facts: 4 * facts["layers"] * facts["d_model"] + 8,
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class NoContext:
     """The control of one sample, before anything runs.
@@ -70,13 +76,11 @@ class NoContext:
     Attributes:
         fold: cluster -> fold, 0 to FOLDS - 1 or fewer, over the main sample.
         source: a hash of the inputs of the main sample, over which means are taken.
-        row_bytes: that the observer keeps for each row.
         before: special tokens before each prompt.
     """
 
     fold: Mapping[str, int]
     source: str
-    row_bytes: int
     before: int
 
     @classmethod
@@ -88,18 +92,11 @@ class NoContext:
         if why := reader.partial({Site.ATTN_OUT}):  # the other layers would still read context
             raise Unavailable(why)
         clusters = sorted(set(batch.cluster))
-        if len(clusters) < LEAST_CLUSTERS:
+        if len(clusters) < 2:
             raise Unavailable("all prompts are of one cluster, and the mean is taken over others; give more clusters")
         order = np.random.default_rng([seed, 21]).permutation(len(clusters))
         fold = {clusters[one]: place % min(FOLDS, len(clusters)) for place, one in enumerate(order.tolist())}
-        row_bytes = 4 * reader.facts["layers"] * reader.facts["d_model"] + 8
-        return cls(fold, keys.of_tokens(batch.tokens), row_bytes, before)
-
-    @property
-    def observer(self) -> Observer:
-        """Sums what attention writes during the model's own pass over the main sample."""
-        wide = frozenset({Site.ATTN_OUT})
-        return Observer(NAME, write_sums, everywhere=wide, version="1", row_bytes=self.row_bytes)
+        return cls(fold, keys.of_tokens(batch.tokens), before)
 
     def means(self, capture: Capture) -> Tensor:
         """[fold + 1, layer, d_model] float32, from the observed capture of the main sample.

@@ -202,19 +202,10 @@ class Pass:
 
 
 def plan_capture(
-    reader: Reader,
-    batch: Batch,
-    sites: Iterable[Site],
-    edits: Sequence[Edit] = (),
-    *,
-    positions: Positions = "query",
-    layers: Sequence[int] | None = None,
-    observers: Sequence[Observer] = (),
-    batch_tokens: int = BATCH_TOKENS,
-    store: str | None = None,
-    resume: Resume | None = None,
-    alone: bool = False,
-) -> Pass:
+    reader: Reader, batch: Batch, sites: Iterable[Site], edits: Sequence[Edit] = (), *, positions: Positions = "query",
+    layers: Sequence[int] | None = None, observers: Sequence[Observer] = (), batch_tokens: int = BATCH_TOKENS,
+    store: str | None = None, resume: Resume | None = None, alone: bool = False,
+) -> Pass:  # fmt: skip
     """The plan of `Model.capture` with the same arguments; `alone` as `Pass.alone`, for rows at the last position.
 
     Raises:
@@ -253,32 +244,12 @@ def plan_capture(
     ]
     together = at_once(batches, lengths, batch_tokens, rules)
     plan = Pass(
-        batch,
-        tokens,
-        where,
-        examined,
-        sites,
-        edits,
-        batches,
-        sizes,
-        group_batches(sizes, together),
-        tuple(observers),
-        layers=layers,
-        at_once=together,
-        resume=resume,
-        shared=shared,
-        alone=alone,
-    )
+        batch, tokens, where, examined, sites, edits, batches, sizes, group_batches(sizes, together), tuple(observers),
+        layers=layers, at_once=together, resume=resume, shared=shared, alone=alone,
+    )  # fmt: skip
     if store is None or any(not observer.version for observer in plan.observers):
         return plan
     return replace(plan, store=Store(store, *_specs(reader, plan)))
-
-
-def plan_control(reader: Reader, seed: Draw | None, batch: Batch, sites: Iterable[Site], **options: Any) -> Pass:
-    """`plan_capture` of the control of that draw, which need not exist; of the model itself for None."""
-    if seed is not None:
-        reader = replace(reader, facts={**reader.facts, **descent(reader, seed)})
-    return plan_capture(reader, batch, sites, **options)
 
 
 def descent(reader: Reader, seed: Draw, initial: bool = False) -> dict[str, Any]:
@@ -286,14 +257,6 @@ def descent(reader: Reader, seed: Draw, initial: bool = False) -> dict[str, Any]
     origin = {"name": reader.facts["name"], "revision": reader.facts.get("revision")}
     drawn = {"untrained": seed, "untrained_of": origin, "initial": initial or None}
     return {"files": identity(reader), "weights": None, **drawn}
-
-
-def unwritten(reader: Reader) -> Any:
-    """The reader for plans of many captures that are made while nobody writes to its weights: they are hashed once."""
-    try:
-        return replace(reader, facts={**reader.facts, "files": identity(reader), "weights": None})
-    except UserError:  # offloaded, and not from files: plans without a store need no hash
-        return reader
 
 
 def identity(reader: Reader) -> str:

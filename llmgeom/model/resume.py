@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -108,18 +108,15 @@ def _seen(reader: Reader, tokens: Tokens | Rows) -> tuple[tuple[Tensor | None, .
     where = (torch.tensor([longest]), torch.zeros(1, width, dtype=torch.bool))
     recorder, returns = Recorder(reader.blocks, end, frozenset(), (), where), [0] * len(reader.blocks)
 
-    def watch(index: int) -> Any:
-        def hook(_module: Any, _args: Any, out: Any) -> None:
-            if isinstance(out, tuple | list):
-                if any(one is not None for one in out[1:]):
-                    raise UnsupportedModel("its layers return more than the residual stream")
-                returns[index] = len(out)
-
-        return hook
+    def watch(index: int, _module: Any, _args: Any, out: Any) -> None:
+        if isinstance(out, tuple | list):
+            if any(one is not None for one in out[1:]):
+                raise UnsupportedModel("its layers return more than the residual stream")
+            returns[index] = len(out)
 
     with ExitStack() as hooks, reader.forward.attached():
         for index, block in enumerate(reader.blocks):
-            hooks.callback(block.layer.register_forward_hook(watch(index)).remove)
+            hooks.callback(block.layer.register_forward_hook(partial(watch, index)).remove)
         reader.forward.run(recorder, tokens.data[[longest], :width])
     masks: list[Tensor | None] = []
     for mask in map(recorder.masks.get, range(len(reader.blocks))):

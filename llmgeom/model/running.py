@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -65,11 +65,8 @@ def gather(
     prompt, position = plan.where.nonzero(as_tuple=True)
     whole: Mapping[Key, Tensor] = tensors
     if on_disk is not None:
-
-        def read(key: Key, rows: Tensor | None) -> Tensor:
-            return on_disk.rows(_name(key), len(plan.groups), plan.order if rows is None else plan.order[rows])
-
-        whole = LazyTensors(read, [_key(name) for name in on_disk.names(0)] if plan.groups else [])
+        there = [_key(name) for name in on_disk.names(0)] if plan.groups else []
+        whole = LazyTensors(lambda key, rows: on_disk.rows(_name(key), len(plan.groups), rows), there, plan.order)
     return Capture(plan.batch, prompt, position, plan.tokens.lengths, whole, tuple(events))
 
 
@@ -132,12 +129,7 @@ def _making(
             room(plan.store.folder, sum(plan.sizes[i] for n in plan.missing(shards) for i in plan.groups[n]))
         if not only_stored:
             batch = stack.enter_context(_batches(reader, plan, shards))
-
-        def shard(index: int) -> Made:
-            with interrupt.deferred():
-                return _shard(plan, index, batch)
-
-        yield shard
+        yield lambda index: _shard(plan, index, batch)
 
 
 def _name(key: Key) -> str:
@@ -168,6 +160,7 @@ def _batches(reader: Reader, plan: Pass, shards: Iterable[int]) -> AbstractConte
     return ahead(lambda i: begin(i)(), order, 1 if ordered else min(plan.at_once, torch.get_num_threads()))
 
 
+@interrupt.deferred()
 def _shard(plan: Pass, index: int, batch: Callable[[int], Made] | None) -> Made:
     """The tensors of one shard and the events on the way: read where it is stored and sound, else made and stored.
 
@@ -265,20 +258,11 @@ def one_pass(reader: Reader, plan: Pass, members: list[int]) -> Callable[[], dic
         # Apple's GPU has no float64, which observers count in; it shares the host's memory.
         device = torch.device("cpu") if logits.device.type == "mps" else logits.device
         step = Step(
-            plan.batch.take(members),
-            inputs,
-            lengths,
-            rows[0],
-            rows[1],
-            every[0],
-            every[1],
-            logits.to(device),
+            plan.batch.take(members), inputs, lengths, rows[0], rows[1], every[0], every[1], logits.to(device),
             log_probs.to(device),
             lambda x: reader.unembed(x.to(device)),  # found by trial at its first use only
-            reader.tokenizer,
-            recorder.kept,
-            recorder.kept_everywhere,
-        )
+            reader.tokenizer, recorder.kept, recorder.kept_everywhere,
+        )  # fmt: skip
         for observer in plan.observers:
             tensors |= observer.observe(step)
     # Whether they are finite is copied along with the rest: to ask here would wait for the device once more.
@@ -448,12 +432,9 @@ def queued(begin: Callable[[int], Callable[[], T]], order: Sequence[int]) -> Ite
         try:
             return begin(item)
         except Exception as error:
-            failure = error
-
-        def fail() -> T:
-            raise failure
-
-        return fail
+            failed: Future[T] = Future()
+            failed.set_exception(error)
+            return failed.result
 
     yield _requested(begun, order, 2)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import Context
 from dataclasses import replace
+from functools import partial
 from threading import get_ident
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -147,12 +148,9 @@ def _plain(reader: Reader, tokens: Tokens | Rows) -> tuple[Tensor, list[Tensor],
     def asked(_module: Any, args: Any) -> Any:
         return (args[0][rows][:, None], *args[1:]) if get_ident() == here else None
 
-    def mixes(layer: int) -> Any:
-        def keep(_module: Any, _args: Any, out: Any) -> None:
-            if get_ident() == here:
-                mixed[layer] = (out[0] if isinstance(out, tuple | list) else out)[every].cpu()
-
-        return keep
+    def mixes(layer: int, _module: Any, _args: Any, out: Any) -> None:
+        if get_ident() == here:
+            mixed[layer] = (out[0] if isinstance(out, tuple | list) else out)[every].cpu()
 
     def whole(_module: Any, _args: Any, out: Any) -> None:
         if get_ident() == here:
@@ -164,7 +162,7 @@ def _plain(reader: Reader, tokens: Tokens | Rows) -> tuple[Tensor, list[Tensor],
         hooks.callback(reader.model.register_forward_hook(whole).remove)
         for layer, block in enumerate(reader.blocks):
             if block.mixer is not None:
-                hooks.callback(block.mixer.register_forward_hook(mixes(layer)).remove)
+                hooks.callback(block.mixer.register_forward_hook(partial(mixes, layer)).remove)
         logits = reader.forward.logits(tokens.data, output_hidden_states=True)
     return logits.float().log_softmax(-1).cpu(), states, mixed
 

@@ -52,18 +52,14 @@ def encode(batch: Batch, tokenizer: Tokenizer | None, facts: Mapping[str, Any], 
     for i, text in enumerate(batch.text):
         if SURROGATE.search(text):
             raise UserError(f"prompt {i + 1}, {text!r}, holds half of a surrogate pair: expected text that is UTF-8")
-    ids = token_ids(tokenizer, batch.text)
-    lengths = [len(row) for row in ids]
-    padded = torch.zeros(len(ids), max(lengths, default=0), dtype=torch.int64)
-    for row, sequence in zip(padded, ids, strict=True):
-        row[: len(sequence)] = torch.tensor(sequence, dtype=torch.int64)
-    if len(foreign := (padded >= facts["vocabulary"]).nonzero()):
+    tokens = Tokens.of(token_ids(tokenizer, batch.text))
+    if len(foreign := (tokens.ids >= facts["vocabulary"]).nonzero()):
         prompt, place = foreign[0].tolist()
         raise UserError(
-            f"prompt {prompt + 1} holds token {int(padded[prompt, place])} and {name} knows tokens below "
+            f"prompt {prompt + 1} holds token {int(tokens.ids[prompt, place])} and {name} knows tokens below "
             f"{facts['vocabulary']}: the tokenizer belongs to another model"
         )
-    return Tokens(padded, torch.tensor(lengths, dtype=torch.int64))
+    return tokens
 
 
 def token_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:

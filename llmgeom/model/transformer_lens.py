@@ -12,6 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.metadata import version
 from typing import Any, ClassVar
 
@@ -64,17 +65,15 @@ class BridgeForward(Forward):
         acts = self._acts(recorder)
         known, fired = self.bridge.hook_dict, set()
 
-        def hook_of(name, act):
-            def hook_function(x, hook):
-                fired.add(name)
-                return act(x)
-
-            return hook_function
+        def noted(name, act, x, hook):
+            fired.add(name)
+            return act(x)
 
         for name, (site, _) in acts.items():
             if name not in known:
                 raise self._unavailable(site, name)
-        with _one_pass, self.bridge.hooks(fwd_hooks=[(name, hook_of(name, act)) for name, (_, act) in acts.items()]):
+        hooks = [(name, partial(noted, name, act)) for name, (_, act) in acts.items()]
+        with _one_pass, self.bridge.hooks(fwd_hooks=hooks):
             output = self.bridge.original_model.get_output_embeddings()
             handle = output.register_forward_pre_hook(lambda _module, args: recorder.asked(args[0]))
             try:
@@ -104,42 +103,43 @@ class BridgeForward(Forward):
         key = "attn.hook_k" if as_projected or config.model_type == "opt" else "attn.hook_rot_k"
         hooks = HOOKS | {Site.KEY: key, Site.QUERY: "attn.hook_q" if as_projected else "attn.hook_rot_q"}
         sites = recorder.wanted | {Site.Z} | ({Site.ATTENTION} if recorder.wanted & ROWS else set())
-        acts = {
-            f"blocks.{layer}.{hook}": (site, self._act(recorder, site, layer))
+        acts: dict[str, tuple[Site, Callable[[Tensor], Tensor | None]]] = {
+            f"blocks.{layer}.{hook}": (site, partial(self._act, recorder, site, layer))
             for layer in range(depth)
             for site, hook in hooks.items()
             if site in sites or (site.value, layer) in recorder.edits
         }
         if Site.RESIDUAL in sites:
-            acts[f"blocks.{depth - 1}.hook_resid_post"] = (Site.RESIDUAL, self._act(recorder, Site.RESIDUAL, depth))
+            last = partial(self._act, recorder, Site.RESIDUAL, depth)
+            acts[f"blocks.{depth - 1}.hook_resid_post"] = (Site.RESIDUAL, last)
         return acts
 
-    def _act(self, recorder: Recorder, site: Site, layer: int) -> Callable[[Tensor], Tensor | None]:
+    def _act(self, recorder: Recorder, site: Site, layer: int, x: Tensor) -> Tensor | None:
+        """Keeps, and edits, what arrives at a hook: the whole attention pattern of a layer, or x [batch position ...].
+
+        The edited tensor; None where it stays as it is.
+        """
+        if site is Site.ATTENTION:
+            recorder.keep_rows(layer, x.device, lambda prompt, position: x[prompt, :, position].float())
+            return None
         heads, dim = self.bridge.cfg.n_heads, self.bridge.cfg.d_head
         if site in (Site.VALUE, Site.KEY):
             heads = self.bridge.cfg.n_key_value_heads or heads
-
-        def keep(x):
-            if site is Site.Z:
-                recorder.seen.append(layer)
-            y = x
-            if site in (Site.VALUE, Site.KEY, Site.QUERY, Site.Z):
-                if x[0, 0].numel() != heads * dim:
-                    raise UnsupportedModel(
-                        f"{self.name}: {site.value} of layer {layer} has shape {tuple(x.shape)} in TransformerLens, "
-                        f"which is not {heads} heads of {dim}; {OTHERWISE}"
-                    )
-                y = x.reshape(*x.shape[:2], heads, -1)
-            edited = [point for point in POINTS if point == site.value and (point, layer) in recorder.edits]
-            for point in edited:
-                y = recorder.edit(point, layer, y)
-            recorder.keep(site, layer, y)
-            return y.reshape(x.shape) if edited else None
-
-        def keep_rows(pattern):
-            recorder.keep_rows(layer, pattern.device, lambda prompt, position: pattern[prompt, :, position].float())
-
-        return keep_rows if site is Site.ATTENTION else keep
+        if site is Site.Z:
+            recorder.seen.append(layer)
+        y = x
+        if site in (Site.VALUE, Site.KEY, Site.QUERY, Site.Z):
+            if x[0, 0].numel() != heads * dim:
+                raise UnsupportedModel(
+                    f"{self.name}: {site.value} of layer {layer} has shape {tuple(x.shape)} in TransformerLens, "
+                    f"which is not {heads} heads of {dim}; {OTHERWISE}"
+                )
+            y = x.reshape(*x.shape[:2], heads, -1)
+        edited = [point for point in POINTS if point == site.value and (point, layer) in recorder.edits]
+        for point in edited:
+            y = recorder.edit(point, layer, y)
+        recorder.keep(site, layer, y)
+        return y.reshape(x.shape) if edited else None
 
     def _unavailable(self, site: Site, hook: str) -> Unavailable:
         why = f"its hook {hook} does not exist or does not run for this family"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from llmgeom.claims import declared, layer_band
+from llmgeom.flags import places
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.intervention import (
     Effects,
@@ -19,7 +20,6 @@ from llmgeom.model.intervention import (
     Location,
     Moves,
     Runner,
-    chosen_layers,
     copies_of,
     priced,
     rescaled,
@@ -420,7 +420,7 @@ def question(
     Raises:
         UserError: a layer that does not exist; fewer than 5 clusters in a half; a batch that has query positions.
     """
-    chosen = chosen_layers(subject, -1 if layers in ("last", "each") else layers)
+    chosen = places("--layers", -1 if layers in ("last", "each") else layers, len(subject.blocks))
     check(subject, batch)
     shared = (positions, controls, seed, batch_tokens)
     probes: dict[str, Probe] = {}

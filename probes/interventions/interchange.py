@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from llmgeom.claims import declared, layer_band
+from llmgeom.flags import places
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.intervention import (
     Effects,
@@ -20,7 +21,6 @@ from llmgeom.model.intervention import (
     Location,
     Runner,
     add,
-    chosen_layers,
     copies_of,
     priced,
     rescaled,
@@ -422,7 +422,7 @@ def question(
         UserError: a layer that does not exist; a task without counterfactuals; fewer than 5 sequences in a half whose
             answers change.
     """
-    chosen = chosen_layers(subject, layers)
+    chosen = places("--layers", layers, len(subject.blocks))
     probe = InterchangeProbe(task, n, chosen, controls, seed, batch_tokens)
     estimation, evaluation = probe.halves
     patched = {"layers": list(chosen), "controls": controls, "positions": float(evaluation.at.sum(1).double().mean())}
