@@ -16,6 +16,7 @@ from llmgeom.files import sha256
 from llmgeom.model.capture import Site
 from llmgeom.model.intervention import Intervention, Runner
 from llmgeom.model.resume import clean_pass
+from llmgeom.progress import watched
 from llmgeom.stats.resampling import mean_intervals
 from llmgeom.verbs.lens import one_prompt, token_of
 from llmgeom.verbs.reading import Reading, called
@@ -52,11 +53,37 @@ def added(subject: Any, direction: Any, dose: float) -> tuple[Callable[[Tensor],
     return lambda x: x + step.to(x), {"steer": sha256(vector.tobytes()), "dose": float(dose)}
 
 
+@watched()
 def dose_curve(
-    subject: Any, prompts: Prompts, answers: Sequence[str | int], direction: Any, layer: int | None,
-    doses: Sequence[float], draws: int, seed: int,
-) -> Reading:  # fmt: skip
-    """See `Verbs.dose_curve`."""
+    subject: Any,
+    prompts: Prompts,
+    answers: Sequence[str | int],
+    direction: Any,
+    layer: int | None = None,
+    doses: Sequence[float] = (-2.0, -1.0, 1.0, 2.0),
+    draws: int = 8,
+    seed: int = 0,
+) -> Reading:
+    """Is a direction used? Log odds of two answers under doses of it, as `steer` adds it at every position.
+
+    Beside it are random directions of the same norm, and of the same variance: scaled so that the residual streams
+    of these prompts vary along them as much as along the direction (of which most random directions have less).
+
+    Args:
+        prompts: Whose next token is read.
+        answers: Two tokens, each as its text with its space, or its id.
+        direction, layer: As in `steer`.
+        doses: How many times the direction; 0 is added.
+        draws: Random directions of each kind.
+        seed: Of them.
+
+    Returns:
+        Over dose: `log odds` in nats, mean over prompts, with its 95 % interval; the range of the means of each
+        kind of random directions.
+
+    Raises:
+        UserError: An answer is not one token; no such layer; a direction of another width.
+    """
     if isinstance(answers, str) or len(answers) != 2:
         raise UserError(f"answers={brief(answers)}: expected two, e.g. (' good', ' bad')")
     first, second = (token_of(subject, answer) for answer in answers)
@@ -126,8 +153,21 @@ class Generated(str):
     tokens: tuple[int, ...]
 
 
-def generate(subject: Any, prompt: Prompts, tokens: int, temperature: float, seed: int) -> Generated:
-    """See `Verbs.generate`."""
+def generate(subject: Any, prompt: Prompts, tokens: int = 20, temperature: float = 0.0, seed: int = 0) -> Generated:
+    """What the model writes after a prompt, with its edits.
+
+    Every token reads the whole text again, so that an edit acts at each position as it does in `capture`: of n new
+    tokens, n passes. It ends at the tokenizer's end-of-text token.
+
+    Args:
+        prompt: A string, or its token ids.
+        tokens: The most that are written.
+        temperature: 0 takes the likeliest token; above, tokens are drawn.
+        seed: Of the draws.
+
+    Returns:
+        The new text alone; its `tokens` are the ids.
+    """
     if tokens < 1 or temperature < 0:
         raise UserError(
             f"generate(tokens={tokens}, temperature={temperature}): expected 1 token or more, and 0 or more"
