@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,7 +68,7 @@ def main(config: RunConfig) -> int:
         output = VerdictOutput(json=config.json, table=config.table, verbose=config.verbose)
         return show(Path(config.runs[0]), records, output, page=path)
     if comparison and config.json:
-        print_json(comparison.to_dict() | {"report": str(path)})
+        print_json(asdict(comparison) | {"report": str(path)})
     else:
         click.echo("\n".join([*lines, f"page: {path}"]))
     return 0
