@@ -40,7 +40,6 @@ SIGNED = (COLOURS[0], "#ffffff", COLOURS[5])  # below 0, 0, above 0
 DASHES = ("dash", "dot", "dashdot", "longdash", "longdashdot")
 ORDER = ("scatter", "curve", "heatmap")
 MOST = len(COLOURS) - 1  # records in one chart
-NO_SOURCE: Mapping[str, Any] = {}  # of numbers that are of no record's prompts
 FONT = {"family": "system-ui, sans-serif", "size": 14, "color": INK}
 AXIS = {
     "automargin": True,
@@ -147,9 +146,9 @@ def draw(
     place: str,
     record: int,
     prompts: Mapping[str, tuple],
-    source: Mapping[str, Any] = NO_SOURCE,
+    source: Mapping[str, Any] = {},
 ) -> Drawn:
-    """The figure of one quantity; the source of the prompts says what n counts in its caption.
+    """The figure of one quantity; the source of the prompts, if it is of prompts, says what n counts in its caption.
 
     Raises ValueError: its axes do not fit the kind of figure it declares.
     """
@@ -305,7 +304,11 @@ def _heatmap(measured: Result, declared: Quantity, cells: np.ndarray, place: str
     if across == "layer":
         down, across, cells = across, down, cells.T
     unit = declared.unit
-    rows_of, columns_of = (_ticks(measured, axis, n) for axis, n in zip((down, across), cells.shape, strict=True))
+    # Numbers of chosen layers are names here, since cells are counted.
+    names = {axis: tuple(map(str, ticks)) if axis == "layer" else ticks for axis, ticks in measured.ticks.items()}
+    rows_of, columns_of = (
+        names.get(axis, tuple(range(n))) for axis, n in zip((down, across), cells.shape, strict=True)
+    )
     trace: dict[str, Any] = {
         "type": "heatmap",
         "z": [compact(row) for row in cells],
@@ -331,12 +334,6 @@ def _heatmap(measured: Result, declared: Quantity, cells: np.ndarray, place: str
         (f"{down} \\ {across}", *map(str, columns_of)),
         rows,
     )
-
-
-def _ticks(measured: Result, axis: str, n: int) -> tuple:
-    """The names along an axis of a heat map; numbers of chosen layers are names, since cells are counted."""
-    ticks = measured.ticks.get(axis, tuple(range(n)))
-    return tuple(map(str, ticks)) if axis == "layer" and axis in measured.ticks else ticks
 
 
 def _scatter(
@@ -427,20 +424,19 @@ def side_by_side(place: str, figures: Mapping[str, Sequence[Drawn]]) -> list[lis
     for label, drawn in figures.items():
         for figure in drawn:
             of.setdefault(figure.id.rpartition("--")[2], {})[label] = figure
-    return [_together(f"{place}--{name}", found) for name, found in of.items()]
-
-
-def _together(place: str, by_label: Mapping[str, Drawn]) -> list[Drawn]:
-    if len(by_label) == 1 and "" in by_label:
-        return list(by_label.values())
-    if 1 < len(by_label) <= MOST and all(
-        _along(figure) == _along(next(iter(by_label.values()))) for figure in by_label.values()
-    ):
-        return [_overlaid(place, by_label)]
-    return [
-        replace(figure, caption=f"{label}: {figure.caption}", spec=dict(figure.spec) | {"of": label})
-        for label, figure in by_label.items()
-    ]
+    rows = []
+    for name, by_label in of.items():
+        every = list(by_label.values())
+        if [*by_label] == [""]:
+            rows.append(every)
+        elif 1 < len(every) <= MOST and all(_along(figure) == _along(every[0]) for figure in every):
+            rows.append([_overlaid(f"{place}--{name}", by_label)])
+        else:
+            rows.append([
+                replace(figure, caption=f"{label}: {figure.caption}", spec=dict(figure.spec) | {"of": label})
+                for label, figure in by_label.items()
+            ])  # fmt: skip
+    return rows
 
 
 def _along(figure: Drawn) -> object:

@@ -40,8 +40,7 @@ class RunConfig(config.ChatConfig):
     prompts: str | None = prompt_flag(None, "Prompts with labels: .jsonl, .csv, .parquet or hf:DATASET.")
     target: str | None = prompt_flag(None, "The column of labels to predict.")
     answers: str | None = prompt_flag(
-        None,
-        "Instead of --target: the column of right answers, scored among all, or among the row's `choices`.",
+        None, "Instead of --target: the column of right answers, scored among all, or among the row's `choices`."
     )
     activations: str | None = prompt_flag(
         None, "Instead of a model: stored activations with labels (.safetensors, .npz, .parquet)."

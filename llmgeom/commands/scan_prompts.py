@@ -56,9 +56,7 @@ class RunConfig(config.ChatConfig):
     )
     seed: int = prompt_flag(0, "Fixes prompts and controls.", least=0, most=LARGEST_SEED)
     probes: tuple[str, ...] | None = measure_flag(
-        None,
-        "Names with commas between, or all. [default: all]",
-        listed=True,
+        None, "Names with commas between, or all. [default: all]", listed=True
     )
     batch_tokens: int = measure_flag(4096, "Tokens that run at the same time.", least=1, most=LARGEST_SEED)
     layers: str = measure_flag("all", "Layers to keep: numbers and slices with commas between, e.g. 0:12:2,-1.")

@@ -26,11 +26,7 @@ class Verbs:
     dose_curve, generate = steering.dose_curve, steering.generate
 
     def probe(
-        self,
-        texts: Sequence[Any],
-        labels: Sequence[Any],
-        clusters: Sequence[Any] | None = None,
-        **options: Any,
+        self, texts: Sequence[Any], labels: Sequence[Any], clusters: Sequence[Any] | None = None, **options: Any
     ) -> Probe:
         """Where a label of yours is linearly readable, and its direction: `llmgeom probe` as an object.
 
