@@ -113,7 +113,6 @@ def show(
     out: Path,
     records: Sequence[Record],
     output: VerdictOutput,
-    more: dict[str, Any] | None = None,
     page: Path | None = None,
     between: Sequence[str] = (),
 ) -> int:
@@ -141,7 +140,6 @@ def show(
                 ],
                 "verdicts": [row.numbers() for row in rows(records)],
                 "warnings": warnings_of(records),
-                **(more or {}),
             }
         )
     else:

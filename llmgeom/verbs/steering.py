@@ -14,7 +14,7 @@ from llmgeom.batch import Batch, Prompts
 from llmgeom.errors import UserError, brief
 from llmgeom.files import sha256
 from llmgeom.model.capture import Site
-from llmgeom.model.intervention import Intervention, Runner
+from llmgeom.model.intervention import Intervention, Runner, add
 from llmgeom.model.resume import clean_pass
 from llmgeom.progress import watched
 from llmgeom.stats.resampling import mean_intervals
@@ -115,14 +115,11 @@ def dose_curve(
         log_probs = steered[0].double()
         return {"odds": (log_probs[:, first] - log_probs[:, second]).numpy()}
 
-    def step(one: np.ndarray) -> Callable[[Tensor, Tensor], Tensor]:
-        return lambda x, _: torch.from_numpy(one).expand_as(x)
-
     everywhere = torch.ones_like(tokens.data, dtype=torch.bool)
     runner = Runner(subject, batch, everywhere, odds, compared=False, clean=clean_pass(subject, batch))
     zero, others = doses.index(0.0), [dose for dose in doses if dose]
     edits = [
-        Intervention(name, {("residual", layer): step(one)}, dose=dose)
+        Intervention(name, {("residual", layer): add(torch.from_numpy(one).expand(everywhere.numel(), -1))}, dose=dose)
         for name, several in directions.items() for one in several for dose in (others if name else doses)
     ]  # fmt: skip
     found = runner.run(edits, "steering")
