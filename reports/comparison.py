@@ -264,9 +264,8 @@ def _check(reference: str, first: Record, label: str, other: Record, placed: boo
     for name, record in ((reference, first), (label, other)):
         if not record.prompts:  # a training that was followed, a search that found nothing
             raise UserError(f"{name} keeps no prompts, so that nothing can be paired; each run has a page of its own")
-    verbs = [
-        str(r.facts.get("command", "")).removeprefix("llmgeom ").partition(" ")[0] for r in (other, first)
-    ]  # the commands that made them; "" where Python did
+    # The commands that made them; "" where Python did.
+    verbs = [str(r.facts.get("command", "")).removeprefix("llmgeom ").partition(" ")[0] for r in (other, first)]
     seed, its = (record.facts.get("seed") for record in (first, other))
     flags = f" --seed {seed}" if seed is not None and seed != its else ""
     folder = reference if placed else f"RUN (the folder of {reference})"

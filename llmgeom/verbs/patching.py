@@ -34,16 +34,10 @@ SAME = 0.05  # of attention's output: how far the sum over heads may lie from it
 
 @watched()
 def patch(
-    subject: Any,
-    clean: Prompts,
-    corrupt: Prompts,
-    answers: Sequence[Any],
-    *,
-    at: str = "residual",
-    attribution: bool = False,
-    metric: str | Callable[..., Any] = "logit difference",
+    subject: Any, clean: Prompts, corrupt: Prompts, answers: Sequence[Any], *, at: str = "residual",
+    attribution: bool = False, metric: str | Callable[..., Any] = "logit difference",
     to: tuple[int, int, str] | None = None,
-) -> Reading:
+) -> Reading:  # fmt: skip
     """Activation patching, layer by position or by head (Meng et al. 2022; denoising).
 
     The corrupt prompt is read once for each place, where one activation is replaced by that of the clean prompt.

@@ -55,15 +55,9 @@ def added(subject: Any, direction: Any, dose: float) -> tuple[Callable[[Tensor],
 
 @watched()
 def dose_curve(
-    subject: Any,
-    prompts: Prompts,
-    answers: Sequence[str | int],
-    direction: Any,
-    layer: int | None = None,
-    doses: Sequence[float] = (-2.0, -1.0, 1.0, 2.0),
-    draws: int = 8,
-    seed: int = 0,
-) -> Reading:
+    subject: Any, prompts: Prompts, answers: Sequence[str | int], direction: Any, layer: int | None = None,
+    doses: Sequence[float] = (-2.0, -1.0, 1.0, 2.0), draws: int = 8, seed: int = 0,
+) -> Reading:  # fmt: skip
     """Is a direction used? Log odds of two answers under doses of it, as `steer` adds it at every position.
 
     Beside it are random directions of the same norm, and of the same variance: scaled so that the residual streams
