@@ -352,11 +352,8 @@ def _scatter(
     across = titled(names[0], unit)
     up = titled(names[1], unit) if points.shape[1] > 1 else "there is no second component"
     # Points that are not the record's prompts (positions, tokens) have no prompt to show, no column to colour by.
-    choices = (
-        tuple(c for c in ordered(complete(prompts)) if c != "text")
-        if len(prompts.get("text", ())) == len(points)
-        else ()
-    )
+    of_prompts = len(prompts.get("text", ())) == len(points)
+    choices = tuple(c for c in ordered(complete(prompts)) if c != "text") if of_prompts else ()
     chosen = colour if colour in choices else choices[0] if choices else ""
     # Margins that follow tick labels, which follow the scale, which follows the margins, need not settle.
     # A range that is stretched to keep the scales equal would show probabilities above 1: the plot narrows instead.

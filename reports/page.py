@@ -242,19 +242,12 @@ def panel(record: Record) -> str:
     """
     (label,), every = labels([record]), rows([record])
     part = part_of(0, label, replace(record, results={k: m for k, m in record.results.items() if k == LABEL}), every)
-    return (
-        environment()
-        .get_template("panel.html")
-        .render(
-            css=Markup(file_text("page.css")),
-            parts=[{"label": label, "run_line": part["run_line"]}],
-            **first_screen([label], [record], every),
-            sections={},
-            lead=[(*one[:3], "") for one in leading(joined([part]), 3)],  # without a link to a section
-            pictures=[],
-            compared=None,
-        )
-    )
+    return environment().get_template("panel.html").render(
+        css=Markup(file_text("page.css")),
+        parts=[{"label": label, "run_line": part["run_line"]}],
+        lead=[(*one[:3], "") for one in leading(joined([part]), 3)],  # without a link to a section
+        **first_screen([label], [record], every), sections={}, pictures=[], compared=None,
+    )  # fmt: skip
 
 
 def _title(records: Sequence[Record]) -> str:

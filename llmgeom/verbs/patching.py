@@ -172,13 +172,9 @@ def _patched(
     every = [moved(layer, place) for layer in layers for place in range(count)]
     batch = Batch.of([ids])
     runner = Runner(
-        subject,
-        batch,
-        torch.arange(len(ids))[None] >= start,
-        lambda _, patched: {"metric": measure(patched[0].double()).numpy()},
-        compared=False,
-        clean=clean_pass(subject, batch),
-    )
+        subject, batch, torch.arange(len(ids))[None] >= start, lambda _, x: {"metric": measure(x[0].double()).numpy()},
+        compared=False, clean=clean_pass(subject, batch),
+    )  # fmt: skip
     found = np.full((len(subject.blocks), count if at == "heads" else len(ids)), before)
     here = slice(None) if at == "heads" else slice(start, None)
     if attribution:
