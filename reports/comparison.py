@@ -247,13 +247,8 @@ def compare(records: Sequence[Record], folders: Sequence[str] = ()) -> Compariso
     notes = [NOTES["stratified"].format(" and ".join(chose))] if chose else []
     notes += [NOTES["unpaired"]] * any(d.method == "unpaired" for pair in pairs for d in pair.differences)
     notes += [NOTES["similar"]] * any(pair.similarities for pair in pairs)
-    return Comparison(
-        prompts=len(first.prompts["text"]),
-        clusters=len(set(first.prompts["template"])),
-        texts=digest(list(first.prompts["text"])),
-        pairs=tuple(told),
-        notes=tuple(notes),
-    )
+    texts, clusters = list(first.prompts["text"]), set(first.prompts["template"])
+    return Comparison(len(texts), len(clusters), digest(texts), tuple(told), tuple(notes))
 
 
 # ---- do two records answer one question? -----------------------------------------------------------------------------

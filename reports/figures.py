@@ -141,12 +141,7 @@ def pictured(measured: Result) -> dict[str, Figure]:
 
 
 def draw(
-    measured: Result,
-    name: str,
-    place: str,
-    record: int,
-    prompts: Mapping[str, tuple],
-    source: Mapping[str, Any] = {},
+    measured: Result, name: str, place: str, record: int, prompts: Mapping[str, tuple], source: Mapping[str, Any] = {}
 ) -> Drawn:
     """The figure of one quantity; the source of the prompts, if it is of prompts, says what n counts in its caption.
 
@@ -337,15 +332,9 @@ def _heatmap(measured: Result, declared: Quantity, cells: np.ndarray, place: str
 
 
 def _scatter(
-    measured: Result,
-    declared: Quantity,
-    colour: str,
-    points: np.ndarray,
-    place: str,
-    record: int,
-    prompts: Mapping[str, tuple],
-    every: np.ndarray | None,
-) -> Drawn:
+    measured: Result, declared: Quantity, colour: str, points: np.ndarray, place: str, record: int,
+    prompts: Mapping[str, tuple], every: np.ndarray | None,
+) -> Drawn:  # fmt: skip
     x, y = points[:, 0], points[:, 1] if points.shape[1] > 1 else np.zeros(len(points))
     (row, component), unit = declared.axes, declared.unit
     names = measured.ticks.get(component, (f"{component} 1", f"{component} 2"))

@@ -168,13 +168,9 @@ def _counted(record: Record) -> str:
 
 
 def written_out(
-    template: str,
-    records: Sequence[Record],
-    drawn: Sequence[Drawn],
-    scripts: Sequence[str] = (),
-    styles: Sequence[str] = (),
-    **context: Any,
-) -> str:
+    template: str, records: Sequence[Record], drawn: Sequence[Drawn], scripts: Sequence[str] = (),
+    styles: Sequence[str] = (), **context: Any,
+) -> str:  # fmt: skip
     """A template with all that every page holds: the figures, the prompts of these records, and who may run.
 
     A page of more than 10 MB says so at its top.

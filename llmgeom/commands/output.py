@@ -110,11 +110,7 @@ def show_record(
 
 
 def show(
-    out: Path,
-    records: Sequence[Record],
-    output: VerdictOutput,
-    page: Path | None = None,
-    between: Sequence[str] = (),
+    out: Path, records: Sequence[Record], output: VerdictOutput, page: Path | None = None, between: Sequence[str] = ()
 ) -> int:
     """Print the verdicts; returns the exit code, 3 if --fail-on names one of them.
 
