@@ -296,4 +296,4 @@ def test_the_final_token_is_a_column_and_a_panel():
     *_, control = multiples(replace(made, results={"value_manifold": twin}, prompts=prompts))
     assert control["title"] == "untrained copy, by entropy"
     assert tuple(fill for _, _, fill, _ in control["dots"]) == colours
-    assert [dot.x for dot in control.dots] == xs[::-1]
+    assert [x for x, *_ in control["dots"]] == [*xs[::-1]]
