@@ -35,9 +35,6 @@ if TYPE_CHECKING:
 NOT_YET = "the mixed prompts that a domain is compared with are not read yet"
 
 
-LISTED = frozenset(option.field for option in flags(RunConfig) if option.several)  # one name may be given alone
-
-
 @dataclass(frozen=True)
 class ScanOutput(JobOutput):
     """What `llmgeom scan` prints."""
@@ -134,7 +131,8 @@ def _options(options: Mapping[str, Any], subject: Model | None) -> dict[str, Any
             f"scan(prompts_file={brief(prompts)}): expected the name of one file; save prompts of your own in a file, "
             "e.g. mine.txt with one a line, and give prompts_file='mine.txt'"
         )
-    given = {key: (value,) if key in LISTED and isinstance(value, str) else value for key, value in options.items()}
+    several = {option.field for option in flags(RunConfig) if option.several}  # one name may be given alone
+    given = {key: (value,) if key in several and isinstance(value, str) else value for key, value in options.items()}
     given |= {key: places_text(given[key]) for key in ("layers", "positions") if key in given}
     if subject is None:
         return given
