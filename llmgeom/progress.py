@@ -54,9 +54,11 @@ def within(name: str) -> AbstractContextManager[None]:
     return renamed(lambda stage, *rest: (f"{name}: {stage}", *rest))
 
 
-def watched() -> AbstractContextManager[None]:
+@contextmanager
+def watched() -> Iterator[None]:
     """A `bar` where this context shows no progress yet: for a method that a script or a notebook cell calls."""
-    return bar(quiet=not unseen())
+    with bar(quiet=not unseen()):
+        yield
 
 
 def unseen() -> bool:

@@ -6,7 +6,7 @@ import math
 import shlex
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any, Literal
@@ -151,18 +151,11 @@ class Comparison:
     pairs: tuple[Pair, ...]
     notes: tuple[str, ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return asdict(self)
-
     def lines(self) -> list[str]:
         """Tables for a terminal, safe to print."""
-        return list(map(visible, self._lines()))
-
-    def _lines(self) -> Iterator[str]:
-        yield f"{self.prompts} prompts of {self.clusters} clusters, sha256 of the texts {self.texts[:12]}"
+        lines = [f"{self.prompts} prompts of {self.clusters} clusters, sha256 of the texts {self.texts[:12]}"]
         for pair in self.pairs:
-            yield from ("", pair.counted, *(f"- {text}" for text in pair.findings))
+            lines += ["", pair.counted, *(f"- {text}" for text in pair.findings)]
             rows: list[tuple[str, ...]] = []
             for at, d in enumerate(pair.differences):
                 if not at or d.probe != pair.differences[at - 1].probe:
@@ -173,14 +166,14 @@ class Comparison:
                 span = (f"{d.ours:.3g}", f"{d.theirs:.3g}", value, f"{low} to {high}", d.method)
                 rows.append((d.metric, *span, f"{d.p:.2g}", f"{d.p_within:.2g}", verdict))
             heads = ("difference", "95 % interval", "method", "p = 0", "p beyond", "verdict")
-            yield from grid(f"{pair.record} less {pair.reference}", (pair.reference, pair.record, *heads), rows)
+            lines += grid(f"{pair.record} less {pair.reference}", (pair.reference, pair.record, *heads), rows)
             for curve in pair.curves:  # the largest, as a description: it was selected, so it is not a test
                 i = int(np.abs(curve["value"]).argmax())
                 value, low, high = numbers(*(curve[key][i] for key in ("value", "low", "high")))
                 where = f"{len(curve['value'])} {curve['axis']}s, largest at {curve['axis']} {curve['places'][i]}"
                 said = f"{value} [{low}, {high}] {curve['unit']} (of this place alone)"
-                yield f"curve {curve['probe']}.{curve['name']}: {where}, {said}"
-            yield from pair.notes
+                lines.append(f"curve {curve['probe']}.{curve['name']}: {where}, {said}")
+            lines += pair.notes
             rows = [
                 (f"{s['probe']}: {s['of']}", f"{s['value']:.2f}", f"{s['low']:.2f} to {s['high']:.2f}",
                  f"{s['null_low']:.2f} to {s['null_high']:.2f}", f"{s['p']:.2g}",
@@ -188,9 +181,9 @@ class Comparison:
                 for s in pair.similarities
             ]  # fmt: skip
             title = f"similarity of representations, {pair.record} and {pair.reference}"
-            yield from grid(title, ("value", "95 % interval", "permuted clusters", "p", "n"), rows)
-            yield from (f"not compared: {sentence}" for sentence in pair.left_out)
-        yield from ("", f"note: {NOTES['tested']}", *(f"note: {note}" for note in self.notes))
+            lines += grid(title, ("value", "95 % interval", "permuted clusters", "p", "n"), rows)
+            lines += [f"not compared: {sentence}" for sentence in pair.left_out]
+        return list(map(visible, [*lines, "", f"note: {NOTES['tested']}", *(f"note: {note}" for note in self.notes)]))
 
     def brief(self) -> list[str]:
         """Lines of at most WIDTH characters: of each pair how many numbers differ, its notes, and the numbers, those
@@ -254,13 +247,8 @@ def compare(records: Sequence[Record], folders: Sequence[str] = ()) -> Compariso
     notes = [NOTES["stratified"].format(" and ".join(chose))] if chose else []
     notes += [NOTES["unpaired"]] * any(d.method == "unpaired" for pair in pairs for d in pair.differences)
     notes += [NOTES["similar"]] * any(pair.similarities for pair in pairs)
-    return Comparison(
-        prompts=len(first.prompts["text"]),
-        clusters=len(set(first.prompts["template"])),
-        texts=digest(list(first.prompts["text"])),
-        pairs=tuple(told),
-        notes=tuple(notes),
-    )
+    texts, clusters = list(first.prompts["text"]), set(first.prompts["template"])
+    return Comparison(len(texts), len(clusters), digest(texts), tuple(told), tuple(notes))
 
 
 # ---- do two records answer one question? -----------------------------------------------------------------------------
@@ -271,9 +259,8 @@ def _check(reference: str, first: Record, label: str, other: Record, placed: boo
     for name, record in ((reference, first), (label, other)):
         if not record.prompts:  # a training that was followed, a search that found nothing
             raise UserError(f"{name} keeps no prompts, so that nothing can be paired; each run has a page of its own")
-    verbs = [
-        str(r.facts.get("command", "")).removeprefix("llmgeom ").partition(" ")[0] for r in (other, first)
-    ]  # the commands that made them; "" where Python did
+    # The commands that made them; "" where Python did.
+    verbs = [str(r.facts.get("command", "")).removeprefix("llmgeom ").partition(" ")[0] for r in (other, first)]
     seed, its = (record.facts.get("seed") for record in (first, other))
     flags = f" --seed {seed}" if seed is not None and seed != its else ""
     folder = reference if placed else f"RUN (the folder of {reference})"
@@ -315,10 +302,10 @@ def _unlike(first: Record, other: Record, again: str) -> Iterator[tuple[str, str
         counts = f"{there} clusters, not {here}" if here != there else f"{here} clusters in both, but other ones"
         yield f"it groups the prompts differently ({counts})", again
     remedies = {"claims_hash": "run both in one version of llmgeom", "seed": again}
-    for name in ("claims_hash", *LABEL_FACTS, "seed", "weight"):
+    for name in ("claims_hash", *LABEL_FACTS, "seed"):
         mine, its = (record.facts.get(name) for record in (first, other))
         if mine != its:
-            flag, said = f"--{name}" if name in (*LABEL_FACTS, "weight") else name, "none" if its is None else its
+            flag, said = f"--{name}" if name in LABEL_FACTS else name, "none" if its is None else its
             what = f"its {flag} is {said}, not {'none' if mine is None else mine}"
             if name == "claims_hash":
                 what = "it was judged by another list of claims"

@@ -40,7 +40,6 @@ SIGNED = (COLOURS[0], "#ffffff", COLOURS[5])  # below 0, 0, above 0
 DASHES = ("dash", "dot", "dashdot", "longdash", "longdashdot")
 ORDER = ("scatter", "curve", "heatmap")
 MOST = len(COLOURS) - 1  # records in one chart
-NO_SOURCE: Mapping[str, Any] = {}  # of numbers that are of no record's prompts
 FONT = {"family": "system-ui, sans-serif", "size": 14, "color": INK}
 AXIS = {
     "automargin": True,
@@ -142,14 +141,9 @@ def pictured(measured: Result) -> dict[str, Figure]:
 
 
 def draw(
-    measured: Result,
-    name: str,
-    place: str,
-    record: int,
-    prompts: Mapping[str, tuple],
-    source: Mapping[str, Any] = NO_SOURCE,
+    measured: Result, name: str, place: str, record: int, prompts: Mapping[str, tuple], source: Mapping[str, Any] = {}
 ) -> Drawn:
-    """The figure of one quantity; the source of the prompts says what n counts in its caption.
+    """The figure of one quantity; the source of the prompts, if it is of prompts, says what n counts in its caption.
 
     Raises ValueError: its axes do not fit the kind of figure it declares.
     """
@@ -305,7 +299,11 @@ def _heatmap(measured: Result, declared: Quantity, cells: np.ndarray, place: str
     if across == "layer":
         down, across, cells = across, down, cells.T
     unit = declared.unit
-    rows_of, columns_of = (_ticks(measured, axis, n) for axis, n in zip((down, across), cells.shape, strict=True))
+    # Numbers of chosen layers are names here, since cells are counted.
+    names = {axis: tuple(map(str, ticks)) if axis == "layer" else ticks for axis, ticks in measured.ticks.items()}
+    rows_of, columns_of = (
+        names.get(axis, tuple(range(n))) for axis, n in zip((down, across), cells.shape, strict=True)
+    )
     trace: dict[str, Any] = {
         "type": "heatmap",
         "z": [compact(row) for row in cells],
@@ -333,33 +331,18 @@ def _heatmap(measured: Result, declared: Quantity, cells: np.ndarray, place: str
     )
 
 
-def _ticks(measured: Result, axis: str, n: int) -> tuple:
-    """The names along an axis of a heat map; numbers of chosen layers are names, since cells are counted."""
-    ticks = measured.ticks.get(axis, tuple(range(n)))
-    return tuple(map(str, ticks)) if axis == "layer" and axis in measured.ticks else ticks
-
-
 def _scatter(
-    measured: Result,
-    declared: Quantity,
-    colour: str,
-    points: np.ndarray,
-    place: str,
-    record: int,
-    prompts: Mapping[str, tuple],
-    every: np.ndarray | None,
-) -> Drawn:
+    measured: Result, declared: Quantity, colour: str, points: np.ndarray, place: str, record: int,
+    prompts: Mapping[str, tuple], every: np.ndarray | None,
+) -> Drawn:  # fmt: skip
     x, y = points[:, 0], points[:, 1] if points.shape[1] > 1 else np.zeros(len(points))
     (row, component), unit = declared.axes, declared.unit
     names = measured.ticks.get(component, (f"{component} 1", f"{component} 2"))
     across = titled(names[0], unit)
     up = titled(names[1], unit) if points.shape[1] > 1 else "there is no second component"
     # Points that are not the record's prompts (positions, tokens) have no prompt to show, no column to colour by.
-    choices = (
-        tuple(c for c in ordered(complete(prompts)) if c != "text")
-        if len(prompts.get("text", ())) == len(points)
-        else ()
-    )
+    of_prompts = len(prompts.get("text", ())) == len(points)
+    choices = tuple(c for c in ordered(complete(prompts)) if c != "text") if of_prompts else ()
     chosen = colour if colour in choices else choices[0] if choices else ""
     # Margins that follow tick labels, which follow the scale, which follows the margins, need not settle.
     # A range that is stretched to keep the scales equal would show probabilities above 1: the plot narrows instead.
@@ -427,20 +410,19 @@ def side_by_side(place: str, figures: Mapping[str, Sequence[Drawn]]) -> list[lis
     for label, drawn in figures.items():
         for figure in drawn:
             of.setdefault(figure.id.rpartition("--")[2], {})[label] = figure
-    return [_together(f"{place}--{name}", found) for name, found in of.items()]
-
-
-def _together(place: str, by_label: Mapping[str, Drawn]) -> list[Drawn]:
-    if len(by_label) == 1 and "" in by_label:
-        return list(by_label.values())
-    if 1 < len(by_label) <= MOST and all(
-        _along(figure) == _along(next(iter(by_label.values()))) for figure in by_label.values()
-    ):
-        return [_overlaid(place, by_label)]
-    return [
-        replace(figure, caption=f"{label}: {figure.caption}", spec=dict(figure.spec) | {"of": label})
-        for label, figure in by_label.items()
-    ]
+    rows = []
+    for name, by_label in of.items():
+        every = list(by_label.values())
+        if [*by_label] == [""]:
+            rows.append(every)
+        elif 1 < len(every) <= MOST and all(_along(figure) == _along(every[0]) for figure in every):
+            rows.append([_overlaid(f"{place}--{name}", by_label)])
+        else:
+            rows.append([
+                replace(figure, caption=f"{label}: {figure.caption}", spec=dict(figure.spec) | {"of": label})
+                for label, figure in by_label.items()
+            ])  # fmt: skip
+    return rows
 
 
 def _along(figure: Drawn) -> object:

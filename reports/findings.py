@@ -117,7 +117,14 @@ def findings(every: Sequence[Row], records: Sequence[Record] = (), most: int = S
         others = [f"{other.word} on {other.record}" for other in group if other.word != row.word]
         text = sentence(row, names[row.key], on)
         sentences.append(text + f" Elsewhere: {', '.join(others)}." * bool(others))
-    said = [text for record in records for text in _readable(record)]
+    said = []
+    for record in records:  # the verdict on the label whose direction was edited, as the direction's file carries it
+        axis = record.facts.get("axis")
+        if isinstance(axis, dict) and "read" in axis:
+            read = Estimate.of(axis["read"]["claim"])
+            row = Row("", "label", read, read.why, counts="prompts" if read.n == read.clusters else "clusters")
+            there = f"At the direction's place, {axis['place']}: {short(axis['read']['score'])}."
+            said.append(f"Label “{axis['label']}”. {sentence(row, row.head)} {there}")
     missing = [f"Not measured: {what}, because {why}." for what, why in lacking(records)]
     ordered = told(records) + sentences[: len(pooled)] + said + sentences[len(pooled) :] + missing
     return [visible(text) for text in ordered[:most]]
@@ -161,17 +168,6 @@ def _shown(row: Row) -> str:
     if not h.excess.room:
         return f"It lies {way} every control, which leave no room for the {more} claimed"
     return f"It lies {way} every control, by less than the {more} claimed"
-
-
-def _readable(record: Record) -> list[str]:
-    """The probe's verdict on the label whose direction was edited, as the direction's file carries it."""
-    axis = record.facts.get("axis")
-    if not isinstance(axis, dict) or "read" not in axis:
-        return []
-    read = Estimate.of(axis["read"]["claim"])
-    row = Row("", "label", read, read.why, counts="prompts" if read.n == read.clusters else "clusters")
-    there = f"At the direction's place, {axis['place']}: {short(axis['read']['score'])}."
-    return [f"Label “{axis['label']}”. {sentence(row, row.head)} {there}"]
 
 
 def told(records: Sequence[Record]) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -33,24 +33,6 @@ SCALE = ("#440154", "#414487", "#2a788e", "#22a884", "#7ad151", "#c8d420")
 NAMED = 5  # categories with a colour of their own
 ENDS, WRONG, TAIL = 4, 6, 48  # prompts at each end, and of the wrong ones; how many last characters are shown
 Ends = list[tuple[str, list[tuple[int, str, str]]]]  # title -> prompts: number, last words, what is said of each
-
-
-class Dot(NamedTuple):
-    """A prompt: where it lies, its colour, its number."""
-
-    x: float
-    y: float
-    fill: str
-    prompt: int
-
-
-class Panel(NamedTuple):
-    """One plane: what it shows, its dots, and its key as (colour, text)."""
-
-    title: str
-    label: str
-    dots: tuple[Dot, ...]
-    key: tuple[tuple[str, str], ...]
 
 
 def leading(sections: Sequence[Mapping[str, Any]], most: int) -> list[tuple[Drawn, str, Any, str]]:
@@ -135,10 +117,11 @@ def texts(record: Record) -> Ends:
     return found
 
 
-def multiples(record: Record) -> list[Panel]:
+def multiples(record: Record) -> list[dict[str, Any]]:
     """Values of the last layer along their first two components, by entropy, final token and length.
 
-    The last panel is the same of an untrained control, where the record holds it. Empty without these scores.
+    Each plane has a title, a label for a screen reader, dots (x, y, colour, number of the prompt) and a key (colour,
+    text). The last one is the same of an untrained control, where the record holds it. Empty without these scores.
     """
     measured = record.results.get(PLANE)
     if measured is None or SCORES not in measured.arrays:
@@ -147,7 +130,7 @@ def multiples(record: Record) -> list[Panel]:
     if scores.ndim != 2 or scores.shape[1] < 2:
         return []
 
-    def panel(title: str, points: np.ndarray, name: str, values: Sequence[Any]) -> Panel:
+    def panel(title: str, points: np.ndarray, name: str, values: Sequence[Any]) -> dict[str, Any]:
         ends = points[:, :2] * (1, -1)  # down the page is down PC2
         spread = np.ptp(ends, axis=0)
         across = EDGE + (SIDE - 2 * EDGE) * (ends - ends.min(0)) / np.where(spread, spread, 1.0)
@@ -164,8 +147,9 @@ def multiples(record: Record) -> list[Panel]:
             key += [(COLOURS[-1], f"others {rest}")] if rest else []
             colours = [colour.get(word, COLOURS[-1]) for word in words]
         places = across.round(1).tolist()
-        dots = tuple(Dot(x, y, fill, i) for i, ((x, y), fill) in enumerate(zip(places, colours, strict=True)))
-        return Panel(title, f"{len(dots)} prompts along PC1 and PC2 of the values, {title}", dots, tuple(key))
+        dots = [(x, y, fill, i) for i, ((x, y), fill) in enumerate(zip(places, colours, strict=True))]
+        label = f"{len(dots)} prompts along PC1 and PC2 of the values, {title}"
+        return {"title": title, "label": label, "dots": dots, "key": key}
 
     prompts = complete(record.prompts)
     shown = {name: prompts[name] for name in COLUMNS if len(prompts.get(name, ())) == len(scores)}

@@ -168,13 +168,9 @@ def _counted(record: Record) -> str:
 
 
 def written_out(
-    template: str,
-    records: Sequence[Record],
-    drawn: Sequence[Drawn],
-    scripts: Sequence[str] = (),
-    styles: Sequence[str] = (),
-    **context: Any,
-) -> str:
+    template: str, records: Sequence[Record], drawn: Sequence[Drawn], scripts: Sequence[str] = (),
+    styles: Sequence[str] = (), **context: Any,
+) -> str:  # fmt: skip
     """A template with all that every page holds: the figures, the prompts of these records, and who may run.
 
     A page of more than 10 MB says so at its top.
@@ -242,19 +238,12 @@ def panel(record: Record) -> str:
     """
     (label,), every = labels([record]), rows([record])
     part = part_of(0, label, replace(record, results={k: m for k, m in record.results.items() if k == LABEL}), every)
-    return (
-        environment()
-        .get_template("panel.html")
-        .render(
-            css=Markup(file_text("page.css")),
-            parts=[{"label": label, "run_line": part["run_line"]}],
-            **first_screen([label], [record], every),
-            sections={},
-            lead=[(*one[:3], "") for one in leading(joined([part]), 3)],  # without a link to a section
-            pictures=[],
-            compared=None,
-        )
-    )
+    return environment().get_template("panel.html").render(
+        css=Markup(file_text("page.css")),
+        parts=[{"label": label, "run_line": part["run_line"]}],
+        lead=[(*one[:3], "") for one in leading(joined([part]), 3)],  # without a link to a section
+        **first_screen([label], [record], every), sections={}, pictures=[], compared=None,
+    )  # fmt: skip
 
 
 def _title(records: Sequence[Record]) -> str:

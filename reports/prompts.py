@@ -16,14 +16,8 @@ SHAPES = ("circle", "square", "diamond", "cross", "triangle-up", "x", "star", "c
 SHOWN_CATEGORIES = len(COLOURS) - 1
 PARTS = ("pieces", "next tokens", "attention")  # shown in the panel of a prompt, not in a table
 FINAL = "final token"
-BAR = {
-    "thickness": 12,
-    "len": 0.6,
-    "x": 1.02,
-    "y": 1,
-    "yanchor": "top",
-    "outlinewidth": 0,
-}  # of colours, next to a figure
+# Of colours, next to a figure.
+BAR = {"thickness": 12, "len": 0.6, "x": 1.02, "y": 1, "yanchor": "top", "outlinewidth": 0}
 
 
 def complete(prompts: Mapping[str, tuple]) -> Mapping[str, tuple]:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -167,7 +167,7 @@ def test_a_comparison_is_plain_data_and_safe_lines():
     first, other = two(np.random.default_rng(7), estimates=(head("PC1 share", 0.4, 0.5),), subject=hostile)
     first = replace(first, source={"name": "math", "stratified": {"n": 60}})
     found = compare.compare([first, other])
-    body = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    body = json.loads(json.dumps(asdict(found), allow_nan=False))
     assert body["pairs"][0]["differences"][0]["metric"] == RHO and body["prompts"] == 60
     text = "\n".join(found.lines())
     assert "\x1b" not in text and "\\x1b[31mevil\\n on math (run 2) less \\x1b[31mevil\\n on math (run 1)" in text

@@ -283,19 +283,17 @@ def test_the_final_token_is_a_column_and_a_panel():
     assert complete(prompts)["final token"] == (".", ".", ",") and complete({"text": ("a",)}) == {"text": ("a",)}
 
     panels = multiples(replace(made, results={"value_manifold": measured}, prompts=prompts))
-    assert [one.title for one in panels] == ["by next-token entropy", "by final token", "by length in tokens"]
-    by_entropy, by_token, _ = panels
-    assert [dot.prompt for dot in by_entropy.dots] == [0, 1, 2]
-    assert by_entropy.dots[0].fill == blend(0, SCALE) and by_entropy.dots[2].fill == blend(1, SCALE)
-    assert by_token.dots[0].fill == by_token.dots[1].fill != by_token.dots[2].fill
-    assert [text for _, text in by_token.key] == ["“.” 2", "“,” 1"]
-    xs, ys = [dot.x for dot in by_token.dots], [dot.y for dot in by_token.dots]
+    assert [one["title"] for one in panels] == ["by next-token entropy", "by final token", "by length in tokens"]
+    (_, _, colours, prompts_of), (xs, ys, of_tokens, _), _ = (zip(*one["dots"], strict=True) for one in panels)
+    assert prompts_of == (0, 1, 2) and (colours[0], colours[2]) == (blend(0, SCALE), blend(1, SCALE))
+    assert of_tokens[0] == of_tokens[1] != of_tokens[2]
+    assert [text for _, text in panels[1]["key"]] == ["“.” 2", "“,” 1"]
     assert xs[0] < xs[1] < xs[2] and (xs[1] - xs[0]) * 2 == pytest.approx(xs[2] - xs[1], abs=0.3)
     assert ys[1] < ys[2] < ys[0]  # PC2 grows upwards
     # An untrained copy's own plane is the last panel, in the model's colours.
     twin = replace(measured, quantities=measured.quantities | {"control_scores": plane},
                    arrays={"scores": scores, "control_scores": scores[::-1]})  # fmt: skip
     *_, control = multiples(replace(made, results={"value_manifold": twin}, prompts=prompts))
-    assert control.title == "untrained copy, by entropy"
-    assert [dot.fill for dot in control.dots] == [dot.fill for dot in by_entropy.dots]
-    assert [dot.x for dot in control.dots] == xs[::-1]
+    assert control["title"] == "untrained copy, by entropy"
+    assert tuple(fill for _, _, fill, _ in control["dots"]) == colours
+    assert [x for x, *_ in control["dots"]] == [*xs[::-1]]

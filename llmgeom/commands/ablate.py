@@ -56,8 +56,7 @@ class RunConfig(config.ChatConfig):
     controls: int = axis_flag(39, "Draws of each control edit.", least=1, name="--random-edits")
     task: str | None = component_flag(None, "Use sequences of this task. [default: the model's own, if any]")
     exact: bool = component_flag(
-        False,
-        "Edit every head or block. By default, of more than 60, the largest by gradients, and others at random.",
+        False, "Edit every head or block. By default, of more than 60, the largest by gradients, and others at random."
     )
     nulls: int | None = component_flag(
         None,

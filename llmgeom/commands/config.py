@@ -209,13 +209,7 @@ GROUPS = ("", "Model", "Prompts", "Process", "Axis", "Heads and blocks", "Measur
 
 
 class Verb(click.Command):
-    """A command whose help stands under the headings of its flags. Each has -v, since -vv shows tracebacks."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if all(param.name != "verbose" for param in self.params):
-            names, text = ["--verbose", "-v"], "Twice: show the traceback of an error."
-            self.params.append(click.Option(names, count=True, expose_value=False, help=text))
+    """A command whose help stands under the headings of its flags."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Read the flags.
@@ -301,6 +295,9 @@ def command(*configs: type, examples: Sequence[str]) -> Callable[[Callable[..., 
         words = examples[0].split()
         name = main.__name__ if main.__name__ in words else words[1]
         params = [parameter(one) for config in configs for one in flags(config)]
+        if all(param.name != "verbose" for param in params):  # of every command -vv shows tracebacks
+            text = "Twice: show the traceback of an error."
+            params.append(click.Option(["--verbose", "-v"], count=True, expose_value=False, help=text))
         epilog = "\n\n".join(f"Example:  {example}" for example in examples)
         return Verb(name, callback=callback, params=params, help=main.__doc__, epilog=epilog)
 

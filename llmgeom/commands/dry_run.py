@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -151,26 +151,24 @@ def product(who: Model, device: str) -> float:
     return min(took) / (64 * matrix.numel())
 
 
-def lines(plan: Mapping[str, Any]) -> Iterator[str]:
+def lines(plan: Mapping[str, Any]) -> list[str]:
     """The cost for a terminal."""
     parameters = plan["parameters"]
-    yield from _wrapped(
+    said = [
         f"{f'{parameters / 1e6:.1f}M' if parameters >= 1e5 else f'{parameters:,}'} parameters, "
         f"{plan['weight_bytes'] / 2**20:.0f} MiB of weights; about {plan['memory_bytes'] / 2**30:.1f} GiB of memory, "
         f"{plan['disk_bytes'] / 2**20:.0f} MiB on disk, {plan['minutes']:.2g} minutes on this machine "
         f"({plan['device']}); out: {plan['out']}"
-    )
+    ]
     for name, row in plan["sources"].items():
-        yield from _wrapped(
+        said.append(
             f"{name}: {row['prompts']} prompts from {row['clusters']} clusters; {row['passes']} passes, "
             f"{row['tokens']:,} tokens, longest {row['longest']}, with {plan['nulls']} draws of each control"
         )
         if row["edited"]:
-            yield from _wrapped(f"  {row['edited']:,} of them in edited passes, as far as layers and positions run")
+            said.append(f"  {row['edited']:,} of them in edited passes, as far as layers and positions run")
         if row["edits"]:
-            yield from _wrapped(f"  not counted: the edits and gradients of {', '.join(row['edits'])}")
-
-
-def _wrapped(text: str) -> list[str]:
-    """A sentence in lines, in which a path stays whole."""
-    return textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+            said.append(f"  not counted: the edits and gradients of {', '.join(row['edits'])}")
+    # A path stays whole.
+    wrapped = textwrap.TextWrapper(WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return [line for text in said for line in wrapped.wrap(text)]

@@ -176,21 +176,16 @@ def prepare(settings: RunConfig) -> tuple[Path, list[Job]]:
     """
     from llmgeom.prompts.text import title
 
-    chosen, located = worlds(settings), settings.locate()
-    titles = list(map(title, chosen))
-
-    def job(world: World, own: RunConfig) -> Job:
-        return Job(own, located, folders.safe(title(world)), partial(question, world=world, settings=own))
-
-    if len(chosen) == 1:
-        single = job(chosen[0], settings)
-        return single.folder, [single]
-    what = "all" if "all" in settings.processes else folders.safe("+".join(titles))
+    chosen, located = {title(world): world for world in worlds(settings)}, settings.locate()
+    what = "all" if "all" in settings.processes else folders.safe("+".join(chosen))
     out = Path(settings.out or folders.run_folder(settings.model, located, what, settings.spec(located)))
-    return out, [
-        job(world, replace(settings, processes=(name,), out=str(out / folders.safe(name))))
-        for world, name in zip(chosen, titles, strict=True)
-    ]
+    jobs = []
+    for name, world in chosen.items():
+        own, place = settings, folders.safe(name)
+        if len(chosen) > 1:
+            own = replace(settings, processes=(name,), out=str(out / place))
+        jobs.append(Job(own, located, place, partial(question, world=world, settings=own)))
+    return out if len(jobs) > 1 else jobs[0].folder, jobs
 
 
 def worlds(settings: RunConfig) -> list[World]:

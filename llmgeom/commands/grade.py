@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from llmgeom.commands import config
@@ -11,8 +12,6 @@ from llmgeom.commands.job import Job, JobOutput
 from llmgeom.flags import LARGEST_SEED, flag, output_flag
 
 if TYPE_CHECKING:
-    from llmgeom.model.model import Model
-    from llmgeom.plan import Plan
     from llmgeom.record import Record
 
 
@@ -51,10 +50,8 @@ def prepare(settings: RunConfig) -> Job:
     located = settings.locate()
     origin = grading.Origin.of(located.path)
     task = origin.load_world(settings.task, settings.model)
-
-    def ask(subject: Model) -> Plan:
-        return grading.question(subject, task, origin, **settings.values("n", "seed", "nulls", "batch_tokens"))
-
+    draws = settings.values("n", "seed", "nulls", "batch_tokens")
+    ask = partial(grading.question, task=task, origin=origin, **draws)
     return Job(settings, located, f"grade-{type(task).__name__.lower()}", ask)
 
 

@@ -57,12 +57,8 @@ def main(settings: RunConfig, output: Output) -> int:
 def one(subject: Model, settings: RunConfig) -> Shown:
     """The grid of one prompt; in the terminal its last token."""
     lens = subject.lens(settings.prompt, transport=settings.transport)
-    layers, answer, rank, token = (
-        lens.coords["layer"],
-        lens.attrs["answers"][-1],
-        lens["rank"][:, -1],
-        lens["token"][:, -1],
-    )
+    layers, answer = lens.coords["layer"], lens.attrs["answers"][-1]
+    rank, token = lens["rank"][:, -1], lens["token"][:, -1]
     first = next(i for i in range(len(rank)) if (rank[i:] == 1).all())
     head = f"{'layer':>5}  {'top token':<16}{'probability':>11}  {'rank of the answer':>18}  {'entropy':>7}  {'KL':>6}"
     lines = [

@@ -110,12 +110,7 @@ def show_record(
 
 
 def show(
-    out: Path,
-    records: Sequence[Record],
-    output: VerdictOutput,
-    more: dict[str, Any] | None = None,
-    page: Path | None = None,
-    between: Sequence[str] = (),
+    out: Path, records: Sequence[Record], output: VerdictOutput, page: Path | None = None, between: Sequence[str] = ()
 ) -> int:
     """Print the verdicts; returns the exit code, 3 if --fail-on names one of them.
 
@@ -130,20 +125,10 @@ def show(
     verdicts |= {"unmeasured"} if any(record.unmeasured for record in records) else set()
     failed = sorted(verdicts & set(output.fail_on))
     if output.json:
-        print_json(
-            {
-                "status": "failed" if failed else "ok",
-                "run_dir": str(out),
-                "report": str(page),
-                "controls": [
-                    {"record": label, "draws": record.facts.get("nulls")}
-                    for label, record in zip(labels(records), records, strict=True)
-                ],
-                "verdicts": [row.numbers() for row in rows(records)],
-                "warnings": warnings_of(records),
-                **(more or {}),
-            }
-        )
+        named = zip(labels(records), records, strict=True)
+        body: dict[str, Any] = {"status": "failed" if failed else "ok", "run_dir": str(out), "report": str(page)}
+        body |= {"controls": [{"record": label, "draws": record.facts.get("nulls")} for label, record in named]}
+        print_json(body | {"verdicts": [row.numbers() for row in rows(records)], "warnings": warnings_of(records)})
     else:
         _print(records, output, between)
         click.echo(f"page: {page}")

@@ -88,14 +88,6 @@ def page(seen: Shown) -> str:
         pictures.append((named, Markup(html), svg(spec, named or title)))
     tables = [reading.frame().to_html(index=False, border=0, float_format="{:.4g}".format)
               for reading in readings.values()]  # fmt: skip
-    return (
-        environment()
-        .get_template("verb.html")
-        .render(
-            title=title,
-            sentences=seen.sentences,
-            pictures=pictures,
-            tables=list(map(Markup, tables)),
-            css=Markup(file_text("page.css")),
-        )
-    )
+    page_of, css = environment().get_template("verb.html"), Markup(file_text("page.css"))
+    shown = list(map(Markup, tables))
+    return page_of.render(title=title, sentences=seen.sentences, pictures=pictures, tables=shown, css=css)

@@ -40,8 +40,7 @@ class RunConfig(config.ChatConfig):
     prompts: str | None = prompt_flag(None, "Prompts with labels: .jsonl, .csv, .parquet or hf:DATASET.")
     target: str | None = prompt_flag(None, "The column of labels to predict.")
     answers: str | None = prompt_flag(
-        None,
-        "Instead of --target: the column of right answers, scored among all, or among the row's `choices`.",
+        None, "Instead of --target: the column of right answers, scored among all, or among the row's `choices`."
     )
     activations: str | None = prompt_flag(
         None, "Instead of a model: stored activations with labels (.safetensors, .npz, .parquet)."
@@ -104,10 +103,33 @@ def main(settings: RunConfig, output: JobOutput) -> int:
 
 
 def perform(settings: RunConfig, subject: Model | None = None) -> tuple[Path, Record]:
-    """Check, load, measure, save the record and its page; (folder, record)."""
-    if settings.activations:
-        return _stored(settings)
-    return prepare(settings).perform(subject)
+    """Check, load, measure, save the record and its page; (folder, record). Stored activations need no model."""
+    if not settings.activations:
+        return prepare(settings).perform(subject)
+    from llmgeom.model import hub
+    from llmgeom.probes.labels import activations
+    from llmgeom.prompts import files
+
+    path = settings.activations
+    of_default = {"model"} if settings.model == hub.default()[0] else set()
+    unread = [name for name in settings.changed if name not in {*OF_ACTIVATIONS, *of_default}]
+    settings.refuse_unread(unread, f"--activations {path}", ": no model is read")
+    x, untrained, batch = activations.read(
+        path, settings.cluster, files.read(settings.prompts) if settings.prompts else None
+    )
+    probe = settings.probe()
+    if settings.layers != "all":
+        probe = replace(probe, layers=places("--layers", settings.layers, x.shape[1]))
+    columns = {name: recorded(column) for name, column in batch.columns.items()}
+    spec = digest({"bytes": sha256(x.tobytes()), "columns": columns, "flags": settings.command()})
+    stem = folders.safe(Path(path).stem)
+    out = Path(settings.out or f"runs/{stem}-probe-{folders.safe(probe.target)}-{spec[:8]}")
+    folders.check_folder(out, spec)
+    facts = {"spec": spec, "command": settings.command()}
+    record = activations.measure(x, untrained, batch, probe, settings.seed, **facts)
+    folders.save(record, out)
+    folders.write_page(out, [record])
+    return out, record
 
 
 def prepare(settings: RunConfig) -> Job:
@@ -214,31 +236,3 @@ def _asked_answers(settings: RunConfig, batch: Batch, column: str) -> Ask:
         return Plan.of(subject, inputs, {PROBE: probe}, *draws, facts=facts, whole=False, finish=by_prompt)
 
     return ask
-
-
-def _stored(settings: RunConfig) -> tuple[Path, Record]:
-    """Measure stored activations: no model is loaded. (folder, record)."""
-    from llmgeom.model import hub
-    from llmgeom.probes.labels import activations
-    from llmgeom.prompts import files
-
-    path = str(settings.activations)
-    of_default = {"model"} if settings.model == hub.default()[0] else set()
-    unread = [name for name in settings.changed if name not in {*OF_ACTIVATIONS, *of_default}]
-    settings.refuse_unread(unread, f"--activations {path}", ": no model is read")
-    x, untrained, batch = activations.read(
-        path, settings.cluster, files.read(settings.prompts) if settings.prompts else None
-    )
-    probe = settings.probe()
-    if settings.layers != "all":
-        probe = replace(probe, layers=places("--layers", settings.layers, x.shape[1]))
-    columns = {name: recorded(column) for name, column in batch.columns.items()}
-    spec = digest({"bytes": sha256(x.tobytes()), "columns": columns, "flags": settings.command()})
-    stem = folders.safe(Path(path).stem)
-    out = Path(settings.out or f"runs/{stem}-probe-{folders.safe(probe.target)}-{spec[:8]}")
-    folders.check_folder(out, spec)
-    facts = {"spec": spec, "command": settings.command()}
-    record = activations.measure(x, untrained, batch, probe, settings.seed, **facts)
-    folders.save(record, out)
-    folders.write_page(out, [record])
-    return out, record

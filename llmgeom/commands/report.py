@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,7 +68,7 @@ def main(config: RunConfig) -> int:
         output = VerdictOutput(json=config.json, table=config.table, verbose=config.verbose)
         return show(Path(config.runs[0]), records, output, page=path)
     if comparison and config.json:
-        print_json(comparison.to_dict() | {"report": str(path)})
+        print_json(asdict(comparison) | {"report": str(path)})
     else:
         click.echo("\n".join([*lines, f"page: {path}"]))
     return 0
@@ -80,12 +80,21 @@ def _compared(
     """The comparison of several runs, the name of its page, and the lines to print.
 
     There is no comparison of runs on different prompts: they are drawn together, and a line says why. With --json that
-    is refused.
+    is refused. The page's name says the runs after the first: other runs give another name, the same ones the same.
     """
     from llmgeom.reports.comparison import compare
 
     places = [(str(Path(run) / name), record) for run in config.runs for name, record in loaded[run].items()]
     folders = [folder for folder, _ in places]
+    # Folders next to the first one are written as they are called. Where that could be two comparisons, or no file
+    # name, a hash of where they are is added; it is of their places relative to the first, which may move together.
+    first, *further = map(os.path.realpath, config.runs)
+    away = [Path(os.path.relpath(run, first)).as_posix() for run in further]
+    names = [Path(run).name for run in further]
+    others = "+".join(map(safe, names))
+    plain = [f"../{name}" for name in names] == away and "+".join(names) == others
+    if not plain or len(others) > LONGEST:
+        others = f"{others[:LONGEST]}-{digest(away)[:8]}"
     try:
         comparison = compare([record for _, record in places], folders)
     except UserError as refusal:
@@ -95,20 +104,6 @@ def _compared(
         if config.json:
             raise UserError(why) from refusal
         # Under another name, so that no earlier page with differences is replaced by one without.
-        return None, f"together-{_others(config.runs)}.html", [f"drawn together, without differences: {why}"]
+        return None, f"together-{others}.html", [f"drawn together, without differences: {why}"]
     lines = comparison.lines() if config.table else comparison.brief()
-    return comparison, f"compared-{_others(config.runs)}.html", lines
-
-
-def _others(runs: Sequence[str]) -> str:
-    """The runs after the first, as the end of a page's name: other runs give another name, the same ones the same.
-
-    Folders next to the first one are written as they are called. Where that could be two comparisons, or no file name,
-    a hash of where they are is added; it is of their places relative to the first, which may move together.
-    """
-    first = os.path.realpath(runs[0])
-    places = [Path(os.path.relpath(os.path.realpath(run), first)).as_posix() for run in runs[1:]]
-    names = [Path(os.path.realpath(run)).name for run in runs[1:]]
-    written = "+".join(map(safe, names))
-    plain = [f"../{name}" for name in names] == places and "+".join(names) == written
-    return written if plain and len(written) <= LONGEST else f"{written[:LONGEST]}-{digest(places)[:8]}"
+    return comparison, f"compared-{others}.html", lines

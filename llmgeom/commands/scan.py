@@ -15,10 +15,10 @@ import click
 from llmgeom import claims, probes
 from llmgeom.batch import Batch
 from llmgeom.cache.shards import captures_folder
-from llmgeom.commands import config, folders, scan_prompts
+from llmgeom.commands import config, folders
 from llmgeom.commands.job import JobOutput, show_price
 from llmgeom.commands.output import show
-from llmgeom.commands.scan_prompts import RunConfig
+from llmgeom.commands.scan_prompts import DOCUMENTS, RunConfig, pools
 from llmgeom.errors import UserError, brief, unknown
 from llmgeom.files import digest
 from llmgeom.flags import flags, output_flag, places_text, plain
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from llmgeom.plan import Plan
 
 NOT_YET = "the mixed prompts that a domain is compared with are not read yet"
-
-
-LISTED = frozenset(option.field for option in flags(RunConfig) if option.several)  # one name may be given alone
 
 
 @dataclass(frozen=True)
@@ -134,7 +131,8 @@ def _options(options: Mapping[str, Any], subject: Model | None) -> dict[str, Any
             f"scan(prompts_file={brief(prompts)}): expected the name of one file; save prompts of your own in a file, "
             "e.g. mine.txt with one a line, and give prompts_file='mine.txt'"
         )
-    given = {key: (value,) if key in LISTED and isinstance(value, str) else value for key, value in options.items()}
+    several = {option.field for option in flags(RunConfig) if option.several}  # one name may be given alone
+    given = {key: (value,) if key in several and isinstance(value, str) else value for key, value in options.items()}
     given |= {key: places_text(given[key]) for key in ("layers", "positions") if key in given}
     if subject is None:
         return given
@@ -314,24 +312,36 @@ def prepare(settings: RunConfig, write: bool = True, subject: Model | None = Non
     Raises:
         UserError: a request that cannot be met, with the remedy.
     """
-    scan_prompts.check(settings)
+    file, folder = settings.prompts_file, settings.prompts_from
+    sources = [settings.domains, settings.tasks, settings.processes, file is not None, folder is not None]
+    if sum(map(bool, sources)) > 1:
+        raise UserError("--domain, --task, --process, --prompts and --prompts-from exclude each other; give one")
+    own = folder is not None or (file is not None and not file.startswith(DOCUMENTS))  # taken as they are
+    if settings.n is not None and own:
+        raise UserError(
+            f"--n {settings.n}: prompts of your own are taken as they are; --limit {settings.n} takes the first"
+        )
+    if settings.chat and (settings.processes or settings.tasks):
+        raise UserError("--chat reads prompts as messages: leave out --process and --task")
+    if settings.positions != "last" and (settings.processes or settings.tasks):
+        raise UserError(f"--positions {settings.positions}: a task or process has queries of its own; leave it out")
     located = settings.locate()
     if subject is not None and (loaded := subject.facts.get("revision")) != located.revision:
         raise UserError(
             f"{settings.model} was loaded at commit {loaded} and is now at {located.revision}: load it again, or with "
             f"revision={loaded!r}"
         )
-    if not scan_prompts.sources(settings) and hub.tunnel(located.path):
+    if not any(sources) and hub.tunnel(located.path):
         settings = replace(settings, tasks=(hub.tunnel_task(located.path),))
     chosen = probes.chosen(settings.probes)
-    pools = scan_prompts.pools(settings, located)
-    stratify = not (settings.tasks or settings.processes or scan_prompts.own_prompts(settings))
+    found = pools(settings, located)
+    stratify = not (settings.tasks or settings.processes or own)
     edits = tuple(edit.identity for edit in subject.edits) if subject is not None else ()
-    asked = Scan(settings, located, chosen, pools, stratify, Path(settings.out or "."), edits)
+    asked = Scan(settings, located, chosen, found, stratify, Path(settings.out or "."), edits)
     if not settings.out:
-        spec = digest({name: asked.spec(name) for name in pools})
-        asked = replace(asked, out=folders.run_folder(settings.model, located, "+".join(pools), spec))
-    for name in pools if write else ():
+        spec = digest({name: asked.spec(name) for name in found})
+        asked = replace(asked, out=folders.run_folder(settings.model, located, "+".join(found), spec))
+    for name in found if write else ():
         folders.check_folder(asked.folder(name), digest(asked.spec(name)))
     return asked
 

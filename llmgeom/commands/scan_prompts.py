@@ -56,9 +56,7 @@ class RunConfig(config.ChatConfig):
     )
     seed: int = prompt_flag(0, "Fixes prompts and controls.", least=0, most=LARGEST_SEED)
     probes: tuple[str, ...] | None = measure_flag(
-        None,
-        "Names with commas between, or all. [default: all]",
-        listed=True,
+        None, "Names with commas between, or all. [default: all]", listed=True
     )
     batch_tokens: int = measure_flag(4096, "Tokens that run at the same time.", least=1, most=LARGEST_SEED)
     layers: str = measure_flag("all", "Layers to keep: numbers and slices with commas between, e.g. 0:12:2,-1.")
@@ -89,32 +87,6 @@ class RunConfig(config.ChatConfig):
         """The selection as arguments of `llmgeom.plan.Plan.of`; empty if everything is read."""
         changed = self.changed
         return self.values(*(name for name in ("layers", "sites", "positions") if name in changed))
-
-
-def sources(settings: RunConfig) -> int:
-    """How many sources of prompts the flags name."""
-    files = (settings.prompts_file is not None, settings.prompts_from is not None)
-    return sum(map(bool, (settings.domains, settings.tasks, settings.processes, *files)))
-
-
-def own_prompts(settings: RunConfig) -> bool:
-    """Whether the prompts are the user's own, which are taken as they are."""
-    file = settings.prompts_file
-    return settings.prompts_from is not None or (file is not None and not file.startswith(DOCUMENTS))
-
-
-def check(settings: RunConfig) -> None:
-    """Raises UserError for flags about prompts that exclude each other."""
-    if sources(settings) > 1:
-        raise UserError("--domain, --task, --process, --prompts and --prompts-from exclude each other; give one")
-    if settings.n is not None and own_prompts(settings):
-        raise UserError(
-            f"--n {settings.n}: prompts of your own are taken as they are; --limit {settings.n} takes the first"
-        )
-    if settings.chat and (settings.processes or settings.tasks):
-        raise UserError("--chat reads prompts as messages: leave out --process and --task")
-    if settings.positions != "last" and (settings.processes or settings.tasks):
-        raise UserError(f"--positions {settings.positions}: a task or process has queries of its own; leave it out")
 
 
 def pools(settings: RunConfig, located: hub.Located) -> dict[str, Batch]:

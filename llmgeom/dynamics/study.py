@@ -134,15 +134,9 @@ def follow(
 
 
 def scan_snapshots(
-    run: Run,
-    inputs: Inputs,
-    probes: Mapping[str, Any],
-    out: Path,
-    facts: Mapping[str, Any],
-    weights: Sequence[str],
-    options: Mapping[str, Any],
-    **read: Any,
-) -> dict[int, Record]:
+    run: Run, inputs: Inputs, probes: Mapping[str, Any], out: Path, facts: Mapping[str, Any], weights: Sequence[str],
+    options: Mapping[str, Any], **read: Any,
+) -> dict[int, Record]:  # fmt: skip
     """A scan of each snapshot of a run, in OUT/stepN, by step.
 
     An existing scan is read if the same program made it from the same weights. A branch of the hub can move between two
@@ -234,10 +228,9 @@ def comparable(runs: Sequence[Run]) -> list[Run]:
     for other in runs[1:]:
         for what, ours, theirs in (("task", first.task, other.task), ("snapshots", first.steps, other.steps)):
             if ours != theirs:
-                raise UserError(
-                    f"{other.name} has another {what.rstrip('s')} than {first.name} ({_short(theirs)}, not "
-                    f"{_short(ours)}); {ALIKE}"
-                )
+                its, mine = (x or "none" if isinstance(x, str) else f"{len(x)} to step {x[-1]}" for x in (theirs, ours))
+                another = f"{other.name} has another {what.rstrip('s')} than {first.name}"
+                raise UserError(f"{another} ({its}, not {mine}); {ALIKE}")
         free = ("task", "seed", *["corrupt"] * other.random)  # the typed task may differ; its title is compared above
         for name, value in other.training.items():
             if name not in free and value != first.training.get(name):
@@ -254,10 +247,6 @@ def comparable(runs: Sequence[Run]) -> list[Run]:
     return [
         replace(run, name=f"{run.name} ({i})") if names.count(run.name) > 1 else run for i, run in enumerate(runs, 1)
     ]
-
-
-def _short(value: Any) -> str:
-    return value or "none" if isinstance(value, str) else f"{len(value)} to step {value[-1]}"
 
 
 def recipe(task: str, quick: bool = False) -> Training:
@@ -303,18 +292,10 @@ def study_spec(runs: Sequence[Run], inputs: Inputs, probes: Sequence[str], *more
 
 
 def study(
-    runs: Sequence[Run],
-    inputs: Inputs,
-    out: Path,
-    spec: str,
-    *,
-    probes: Mapping[str, Any] | None = None,
-    controls: int = CONTROLS,
-    options: Mapping[str, Any] | None = None,
-    store: str | None = None,
-    notes: Sequence[str] = (),
-    command: str = "",
-) -> Record:
+    runs: Sequence[Run], inputs: Inputs, out: Path, spec: str, *, probes: Mapping[str, Any] | None = None,
+    controls: int = CONTROLS, options: Mapping[str, Any] | None = None, store: str | None = None,
+    notes: Sequence[str] = (), command: str = "",
+) -> Record:  # fmt: skip
     """Follow every run, scan the snapshots of the first with the probes, and save the record and its page in `out`.
 
     Args:

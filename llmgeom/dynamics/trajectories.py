@@ -108,10 +108,6 @@ class Trajectory:
     snapshots: Sequence[Mapping[str, float | str]]
     weights: tuple[str, ...] = ()
 
-    def has(self, name: str) -> bool:
-        """Whether every snapshot was asked for this number."""
-        return all(name in one for one in self.snapshots)
-
     def curve(self, name: str) -> np.ndarray:
         """[step] one number of each snapshot, or `fallen` of the precision as "log precision"; a gradient is divided by
         its largest value in training.
@@ -158,7 +154,7 @@ def sections(trajectories: Sequence[Trajectory]) -> dict[str, Result]:
     ways: tuple[dict[str, Result], ...] = ({}, {}, {})
     unseen: dict[str, str] = {}
     for probe, curves in CURVES.items():
-        if all(c.has(curves[0][0]) for c in trajectories):
+        if all(curves[0][0] in one for c in trajectories for one in c.snapshots):
             notes: list[str] = []
             drawn, estimates = _curves(probe, own, null, notes), []
             for metric, pair in RATIOS[probe].items():

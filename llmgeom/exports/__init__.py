@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import inspect
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +24,22 @@ FORMATS = {
 }
 
 
-def export(run: str, form: str, out: str | None = None, **options: Any) -> list[str]:
+def export(run: str, form: str, out: str | None = None, sites: Sequence[str] | None = None) -> list[str]:
     """Write one run in one format and return the lines to print, the path first.
 
     Args:
-        options: of activations: sites.
+        sites: of activations.
 
     Raises:
-        UserError: a folder that holds no run; options of another format; what a format cannot hold.
+        UserError: a folder that holds no run; sites of another format; what a format cannot hold.
     """
     from llmgeom.files import make_folder
     from llmgeom.record import Record
 
     module, name = FORMATS[form]
-    write: Callable[..., list[str]] = importlib.import_module(f"llmgeom.exports.{module}").write
-    given = {option: value for option, value in options.items() if value is not None}
-    if unread := [option for option in given if option not in inspect.signature(write).parameters]:
-        raise UserError(f"export {form} has no --{unread[0]}; leave it out")
+    options: dict[str, Any] = {} if sites is None else {"sites": sites}
+    if options and form != "activations":
+        raise UserError(f"export {form} has no --sites; leave it out")
     record, path = Record.load_one(run), Path(out) if out else Path(run) / name
     make_folder(path.parent)
-    return [str(path), *write(record, form, path, **given)]
+    return [str(path), *importlib.import_module(f"llmgeom.exports.{module}").write(record, form, path, **options)]

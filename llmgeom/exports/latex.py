@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterator
 from pathlib import Path
 
 from llmgeom.files import digest, write_whole
@@ -43,50 +42,46 @@ HEAD = ("Quantity", "Value", r"95\,\% interval", r"95\,\% of the control", "$p$"
 
 
 def write(record: Record, _form: str, out: Path) -> list[str]:
-    """Tables of every metric, with what was not measured; they need the packages array and booktabs."""
-    write_whole(out, ("\n".join(table(record)) + "\n").encode())
-    return [r"\usepackage{array, booktabs} in the preamble, then \input it"]
-
-
-def table(record: Record) -> Iterator[str]:
-    """The lines: a `table` of the claims, one of the measurements; nulls are named below each by number."""
+    """A `table` of the claims, one of the measurements, each with what was not measured; nulls are named below each by
+    number. They need the packages array and booktabs."""
     every = rows([record])
     # Two runs in one paper need two labels, though a title names neither seed nor flags.
     weights = [record.subject.get(name) for name in ("files", "weights")]
     run = digest([record.facts.get("spec"), *weights, dict(record.source)])[:8]
-    yield f"% {comment(record.title)}: {comment(str(record.facts.get('command', '')))}"
+    lines = [f"% {comment(record.title)}: {comment(str(record.facts.get('command', '')))}"]
     for kind in ("claims", "measurements"):
         if not (some := [row for row in every if bool(row.claim) == (kind == "claims")]):
             continue
         title, measured = f"{visible(record.title)}: {kind}", [row for row in some if row.h]
         names = list(dict.fromkeys(name for _, name in map(_null, measured) if name))
-        yield from (r"\begin{table}", r"\centering\scriptsize\setlength{\tabcolsep}{4pt}")
+        lines += [r"\begin{table}", r"\centering\scriptsize\setlength{\tabcolsep}{4pt}"]
         label = re.sub(r"[^a-z0-9]+", "-", f"{title} {run}".lower()).strip("-")
-        yield from (rf"\caption{{{escaped(title)}}}", rf"\label{{tab:llmgeom-{label}}}")
-        yield from (rf"\begin{{tabular}}{{{COLUMNS}}}", r"\toprule", " & ".join(HEAD) + r" \\", r"\midrule")
+        lines += [rf"\caption{{{escaped(title)}}}", rf"\label{{tab:llmgeom-{label}}}"]
+        lines += [rf"\begin{{tabular}}{{{COLUMNS}}}", r"\toprule", " & ".join(HEAD) + r" \\", r"\midrule"]
         for row in measured:
             band, name = _null(row)
             mark = f"^{{{names.index(name) + 1}}}" if name else ""
             number, _, unit = row.value.partition(" ")
             value = f"${_math(number)}$" + (f"~{escaped(unit)}" if unit else "")
             cells = (value, _range(row.interval), _range(band, mark), f"${_math(row.p)}$" if row.p else "--")
-            yield " & ".join((escaped(row.name), *cells, escaped(row.n), escaped(row.verdict))) + r" \\"
-        yield from (r"\bottomrule", r"\end{tabular}")
+            lines.append(" & ".join((escaped(row.name), *cells, escaped(row.n), escaped(row.verdict))) + r" \\")
+        lines += [r"\bottomrule", r"\end{tabular}"]
         notes = [f"$^{{{number}}}$ {escaped(name)}." for number, name in enumerate(names, 1)]
         notes += [f"Not measured: {escaped(r.name)} ({escaped(r.why)})." for r in some if not r.h]
-        yield from (rf"\par\smallskip\raggedright {note}" for note in notes)
-        yield r"\end{table}"
+        lines += [*(rf"\par\smallskip\raggedright {note}" for note in notes), r"\end{table}"]
+    write_whole(out, ("\n".join(lines) + "\n").encode())
+    return [r"\usepackage{array, booktabs} in the preamble, then \input it"]
 
 
 def escaped(text: str) -> str:
     """Escape text for LaTeX. A character that its fonts may lack is replaced by its plain form or number."""
-    parts = re.split(r"(?<=-)(?=-)", text)  # LaTeX would make a dash of the two hyphens before a flag
-    return "{}".join("".join(SPECIAL.get(c) or (c if c.isascii() else _plainer(c)) for c in part) for part in parts)
-
-
-def _plainer(c: str) -> str:
-    plain = unicodedata.normalize("NFKD", c).encode("ascii", "ignore").decode()
-    return escaped(plain) if plain else f"U+{ord(c):04X}"
+    plain = "".join(
+        c if c.isascii() or c in SPECIAL
+        else unicodedata.normalize("NFKD", c).encode("ascii", "ignore").decode() or f"U+{ord(c):04X}"
+        for c in text
+    )  # fmt: skip
+    parts = re.split(r"(?<=-)(?=-)", plain)  # LaTeX would make a dash of the two hyphens before a flag
+    return "{}".join("".join(SPECIAL.get(c, c) for c in part) for part in parts)
 
 
 def comment(text: str) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llmgeom.batch import Batch
-from llmgeom.model.intervention import Intervention, Runner, add
+from llmgeom.model.intervention import Intervention, Runner, add, rescaled
 from llmgeom.model.resume import clean_pass
 from llmgeom.stats.partial_ridge import FOLDS, interval_of_ratio
 from llmgeom.verbs.reading import Reading
@@ -86,13 +86,15 @@ def used(
             mine = at_last == k
             along[:, mine] = change[:, mine] @ fit[: belief.shape[1]]
             hidden[:, mine] = change[:, mine] @ kernel @ fit[: belief.shape[1]]
-        steps = {PATCH: [x[donors] - x[rows]], SAME: [x[same] - x[rows]], BELIEF: [along]}
+        whole = {PATCH: x[donors] - x[rows], SAME: x[same] - x[rows], BELIEF: along}
+        steps = {name: [torch.from_numpy(step)] for name, step in whole.items()}
         if np.abs(kernel).max() > 1e-6:
-            steps[KERNEL] = [_as_long(hidden, along)]
-        steps[CHANCE] = [_as_long(np.asarray(rng.standard_normal(along.shape)), along) for _ in range(RANDOM)]
+            steps[KERNEL] = [rescaled(torch.from_numpy(hidden), steps[BELIEF][0])]
+        random = [torch.from_numpy(np.asarray(rng.standard_normal(along.shape))) for _ in range(RANDOM)]
+        steps[CHANCE] = [rescaled(one, steps[BELIEF][0]) for one in random]
         for name, draws in steps.items():
             edits = [
-                Intervention(name, {("residual", layer): add(torch.from_numpy(step))}, at=at)
+                Intervention(name, {("residual", layer): add(step)}, at=at)
                 for of_donors in draws for step in of_donors for at in each
             ]  # fmt: skip
             effects = runner.measure(edits, f"{name}, layer {layer}")["change"]
@@ -126,9 +128,3 @@ def _kernel(belief: np.ndarray, answer: np.ndarray) -> np.ndarray:
     left, values, _ = np.linalg.svd(onto)
     still = left[:, [i >= len(values) or values[i] < 1e-6 * values.max() for i in range(len(left))]]
     return axes.T @ still @ still.T @ axes
-
-
-def _as_long(steps: np.ndarray, like: np.ndarray) -> np.ndarray:
-    """The same directions, as long as other steps."""
-    norms = [np.linalg.norm(of, axis=-1, keepdims=True) for of in (steps, like)]
-    return steps * (norms[1] / np.maximum(norms[0], 1e-300))

@@ -20,7 +20,7 @@ from torch import Tensor
 from llmgeom.batch import Batch
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Site
-from llmgeom.progress import tell
+from llmgeom.progress import tell, watched
 from llmgeom.stats.information import bits, kl
 from llmgeom.stats.partial_ridge import FOLDS, basis, held_out, interval_of_r2, interval_of_ratio, r2
 from llmgeom.stats.resampling import jackknife, mean_intervals
@@ -101,8 +101,40 @@ class Beliefs(Reading):
         return figure.update_layout(sliders=[slider], margin={"l": 10, "r": 10, "t": 30, "b": 60})
 
 
-def beliefs(subject: Any, world: Any, sequences: int, length: int, rendering: str, controls: int, seed: int) -> Beliefs:
-    """See `Verbs.beliefs`."""
+@watched()
+def beliefs(
+    subject: Any, world: Any = "edge-hmm", sequences: int = 16, length: int = 512, rendering: str = "spaces",
+    controls: int = 2, seed: int = 0,
+) -> Beliefs:  # fmt: skip
+    """Beliefs in context: is the exact belief about a process in the residual stream, beyond what readers of a few
+    symbols know, and does the answer use it?
+
+    Long sequences of a world are written as text with tokens that the seed decides; a model without a tokenizer (a
+    wind tunnel) reads the symbols. Where symbols are predicted, in the second half, the exact belief is read out by
+    ridge regression, held out by sequence. Rivals on the same rows and folds: the belief of one who knows the last
+    k symbols only (k = 1 to 6), counts of order 0 to 3 in the context, six exponential filters of the symbols.
+
+    Args:
+        world: A world that shows a symbol a step, or its spec: "edge-hmm" is Mess3, "edge-hmm:process=rrxor",
+            "edge-hmm:stay=0.97,emit=0.6", FILE:CLASS; where no state is hidden ("markov:symbols=3") the belief is
+            the exact distribution of the next symbol. Of several in a list, each sequence follows one.
+        sequences, length: How many sequences, and symbols in each.
+        rendering: Letters with "spaces", "commas" or "lines" between; "words"; "anew", letters that are drawn anew
+            for each sequence.
+        controls: Untrained copies, whose range over draws is a band; with any also sequences in shuffled order
+            (with the belief that their symbols give) and mean-ablated attention.
+        seed: Of sequences, letters and copies.
+
+    Returns:
+        Over layer: `R2` of the belief; `R2 beyond best rival` and `R2 beyond all rivals`, partial: of what they
+        leave of the belief, from what they leave of the stream; each with its 95 % interval over sequences; the
+        controls. `rivals` has their R2. `answers`, over position: bits of KL from the exact next symbol, beside
+        counters, and of several worlds beside one who knows that it is one of them; resolution, weight of evidence,
+        R2. `used`: how far patches and steps along the belief move the answer. `simplex()` draws the beliefs.
+
+    Raises:
+        UserError: The world shows more than symbols, or the model reads fewer tokens.
+    """
     given = [world] if isinstance(world, World | str) else [*world]
     worlds = [long(one, length) for one in given]
     title = " or ".join(one if isinstance(one, str) else one.title for one in given)

@@ -38,12 +38,8 @@ def long(world: World | str, length: int) -> World:
     if length < 16:
         raise UserError(f"{length} symbols of {world.title}: expected 16 or more")
     world = world.showing(length)
-    if (
-        world.features
-        or world.header
-        or len(world.query) != world.length
-        or len(world.answers.tokens) < world.vocabulary
-    ):
+    more = world.features or world.header or len(world.query) != world.length
+    if more or len(world.answers.tokens) < world.vocabulary:
         raise UserError(
             f"{world.title}: expected a world that shows one symbol a step and nothing else, such as edge-hmm or markov"
         )

@@ -18,7 +18,7 @@ from llmgeom.model.passes import Observer, Step
 from llmgeom.model.resume import clean_pass
 from llmgeom.model.tokenizing import special_tokens
 from llmgeom.model.weights import norm_gain, output_weight, value_weight
-from llmgeom.progress import tell
+from llmgeom.progress import tell, watched
 from llmgeom.stats.resampling import mean_intervals
 from llmgeom.verbs.lens import asking
 from llmgeom.verbs.reading import Reading, called
@@ -29,9 +29,26 @@ KINDS = ("induction", "previous token", "duplicate token", "first token")
 INPUT_NORMS = ("input_layernorm", "ln_1", "norm1", "self_attn_layer_norm", "pre_attention_layernorm")
 
 
-def heads(subject: Any, length: int, sequences: int, controls: int, seed: int) -> Reading:
-    """See `Verbs.heads`."""
-    _check(length, sequences)
+@watched()
+def heads(subject: Any, length: int = 50, sequences: int = 8, controls: int = 0, seed: int = 0) -> Reading:
+    """Scores of every query head on random tokens that are repeated once (Olsson et al. 2022).
+
+    A score is the mean attention weight over the queries of the second half, at place t, with period `length`:
+    on t - length + 1, the token after the earlier copy ("induction"); on t - 1 ("previous token"); on t - length,
+    the earlier copy ("duplicate token"); on place 0 ("first token"). "error of ..." is the standard error over
+    sequences. Attention that is spread evenly scores `attrs["even attention"]`. "copying" is of the weights alone:
+    the sum of the eigenvalues of the head's OV circuit over that of their sizes, -1 to 1 (Elhage et al. 2021).
+
+    Args:
+        length: Tokens before they repeat. They all differ.
+        sequences: How many.
+        controls: Untrained copies: `attrs["untrained copies"]` has the least and the largest score of all their
+            heads.
+        seed: Of the random tokens, and of the copies.
+
+    Returns:
+        Over layer and head.
+    """
     ids, before = repeated(subject, length, sequences, seed)
     by_sequence, even = _scores(subject, ids, before, length)
     mean = by_sequence.mean(0)
@@ -65,13 +82,6 @@ def heads(subject: Any, length: int, sequences: int, controls: int, seed: int) -
         values,
         attrs=attrs,
     )
-
-
-def _check(length: int, sequences: int) -> None:
-    if length < 2 or sequences < 1:
-        raise UserError(
-            f"heads(length={length}, sequences={sequences}): expected 2 tokens or more, in 1 sequence or more"
-        )
 
 
 def _scores(subject: Any, ids: torch.Tensor, before: int, length: int) -> tuple[np.ndarray, float]:
@@ -133,11 +143,28 @@ def _centres(norm: Any, like: torch.Tensor) -> bool:
     return bool((norm(ones) - norm(0 * ones)).abs().max() < 0.01)
 
 
-def copying(subject: Any, chosen: Sequence[tuple[int, int]], length: int, sequences: int, draws: int, seed: int):
-    """See `Verbs.copying`."""
-    _check(length, sequences)
+@watched()
+def copying(
+    subject: Any, heads: Sequence[tuple[int, int]], length: int = 50, sequences: int = 8, draws: int = 8, seed: int = 0
+) -> Reading:
+    """What in-context copying loses without some heads: random tokens, repeated once (Olsson et al. 2022).
+
+    The heads' outputs z become their means over all positions (mean ablation), at every position.
+
+    Args:
+        heads: Pairs (layer, head).
+        length, sequences: As in `heads`.
+        draws: Random sets of as many other heads of the same layers, as a control; of any layer where a layer
+            has too few.
+        seed: Of tokens and random heads.
+
+    Returns:
+        Over edits (none, these heads, each random set): `lost`, the mean log-probability of a repeated token
+        without the edit less with it, in nats, with its 95 % interval over sequences. In `attrs` what the tokens
+        had the first time, without the edit: heads that do all of the copying bring a token back to it.
+    """
     layers, count = len(subject.blocks), subject.facts["heads"]
-    chosen = [(int(layer), int(head)) for layer, head in chosen]
+    chosen = [(int(layer), int(head)) for layer, head in heads]
     if not chosen or any(not (0 <= layer < layers and 0 <= head < count) for layer, head in chosen):
         raise UserError(f"copying({chosen}): expected pairs (layer, head), of layers 0 to {layers - 1} and heads 0 to "
                         f"{count - 1}")  # fmt: skip
@@ -207,6 +234,10 @@ def copying(subject: Any, chosen: Sequence[tuple[int, int]], length: int, sequen
 def repeated(subject: Any, length: int, sequences: int, seed: int) -> tuple[torch.Tensor, int]:
     """[sequence token] ids: what the tokenizer puts before a text, then `length` random tokens twice; and how many
     stand before. No token is drawn twice in a sequence, so that only one earlier place holds the same one."""
+    if length < 2 or sequences < 1:
+        raise UserError(
+            f"heads(length={length}, sequences={sequences}): expected 2 tokens or more, in 1 sequence or more"
+        )
     known = subject.facts["vocabulary"]
     special: set[int] = set()
     prefix: list[int] = []

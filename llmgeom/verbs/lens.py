@@ -15,7 +15,7 @@ from llmgeom.batch import Batch, Prompts
 from llmgeom.errors import UserError, brief
 from llmgeom.model.capture import Site
 from llmgeom.model.tokenizing import after_space, shuffle, special_tokens
-from llmgeom.progress import tell
+from llmgeom.progress import tell, watched
 from llmgeom.stats.resampling import mean_intervals
 from llmgeom.verbs.reading import Reading, called
 from llmgeom.verbs.transport import Transport
@@ -25,8 +25,32 @@ NUMBERS = ("probability", "token", "rank", "entropy", "KL")
 JACOBIAN = "Jacobian {}"  # how an array of the Jacobian lens is called
 
 
-def lens(subject: Any, prompts: Prompts, controls: int, seed: int, transport: Any) -> Reading:
-    """See `Verbs.lens`."""
+@watched()
+def lens(
+    subject: Any, prompts: Prompts, controls: int = 0, seed: int = 0, transport: str | Transport | None = None
+) -> Reading:
+    """The logit lens: what each layer's residual stream predicts (nostalgebraist 2020).
+
+    Row 0 is the input of the first layer, row l the output of layer l - 1; the last row is the model's own answer.
+
+    Args:
+        prompts: One, a string or its token ids, is read at every position; several at their last token.
+        controls: Of several prompts: how many untrained copies, and shuffles of each prompt's tokens, make a band.
+        seed: Of the controls.
+        transport: A Jacobian lens, of `fit_lens` or a published file: its matrices carry the stream to the last
+            layer before it is unembedded (Gurnee et al. 2026), at the layers that have one. Each array stands a
+            second time, as "Jacobian KL" and so on, with the same bands.
+
+    Returns:
+        Of one prompt, over layer and position: `probability` of the top `token`; `rank` of the token that the model
+        itself ends in, 1 for the top; `entropy` in bits; `KL` from the final distribution to this one, in bits.
+        Of several, over layer: means of `entropy` and `KL`, and `decided`, the share of prompts whose answer is on
+        top in this layer and all later ones, with 95 % intervals over prompts and the range of each control's
+        draws; in `attrs` the mean first layer from which the answer stays on top.
+
+    Raises:
+        Unavailable: How this model goes from its residual stream to logits is not known.
+    """
     batch, carried = Batch.of(prompts), None
     if transport is not None:
         carried = (transport if isinstance(transport, Transport) else Transport.load(str(transport))).of(subject)
@@ -140,7 +164,12 @@ def _read(here: Tensor, final: Tensor, answer: Tensor) -> tuple[Tensor, ...]:
 
 
 def attention(subject: Any, prompt: Prompts, layer: int, head: int) -> Reading:
-    """See `Verbs.attention`."""
+    """The attention pattern of one head on one prompt: `attention` over query and key position; rows sum to 1.
+
+    Args:
+        prompt: A string, or its token ids.
+        layer, head: Which; a query head.
+    """
     ids, tokens = one_prompt(subject, prompt)
     rows = subject.capture([ids], Site.ATTENTION, positions="all", layers=layer)["attention"][0]
     if not -rows.shape[1] <= head < rows.shape[1]:

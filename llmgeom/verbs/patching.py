@@ -16,7 +16,7 @@ from llmgeom.model.capture import Site
 from llmgeom.model.intervention import Intervention, Location, Runner, add
 from llmgeom.model.resume import clean_pass
 from llmgeom.model.weights import output_weight
-from llmgeom.progress import tell
+from llmgeom.progress import tell, watched
 from llmgeom.stats.resampling import student_quantile
 from llmgeom.verbs.lens import texts_of, token_of
 from llmgeom.verbs.reading import Reading, called
@@ -32,11 +32,39 @@ POINTS: dict[str, tuple[Any, str]] = {
 SAME = 0.05  # of attention's output: how far the sum over heads may lie from it, in bfloat16, too
 
 
+@watched()
 def patch(
-    subject: Any, clean: Prompts, corrupt: Prompts, answers: Sequence[Any], at: str, attribution: bool,
-    metric: str | Callable[[Tensor], Tensor], to: tuple[int, int, str] | None,
+    subject: Any, clean: Prompts, corrupt: Prompts, answers: Sequence[Any], *, at: str = "residual",
+    attribution: bool = False, metric: str | Callable[..., Any] = "logit difference",
+    to: tuple[int, int, str] | None = None,
 ) -> Reading:  # fmt: skip
-    """See `Verbs.patch`."""
+    """Activation patching, layer by position or by head (Meng et al. 2022; denoising).
+
+    The corrupt prompt is read once for each place, where one activation is replaced by that of the clean prompt.
+    All places of a layer run in one batch. Exchange clean and corrupt, and answers, to patch the other way
+    (noising).
+
+    Args:
+        clean, corrupt: Two prompts with the same number of tokens; or two lists of as many, all of one length.
+        answers: The clean prompt's answer and the corrupt one's: a token's text with its space, or its id. Of many
+            pairs, a list of such pairs, or one for all.
+        at: "residual", the input of a layer; "attn_out" or "mlp_out", what a layer's attention or MLP adds;
+            "heads", each query head's output at all positions at once; "edges", each head's direct path to the
+            reader in `to` (path patching; Wang et al. 2022).
+        attribution: Attribution patching (Nanda 2023) instead: every place from one pass and its gradients, to
+            first order. It ranks places; of those that matter, patch some exactly.
+        metric: "logit difference" of the two answers, "log-probability" of the first, or a function of
+            log-probabilities [prompt vocabulary] that returns one number a prompt, differentiable for attribution.
+        to: With "edges": (layer, head, "query", "key" or "value") that reads; by default the answer's logits.
+
+    Returns:
+        Over layer and position, or head: the metric at the last token (in nats, unless it is a function), and
+        `restored`, 0 for the corrupt prompt's and 1 for the clean one's. `attrs` has both ends. Of many pairs means
+        with 95 % intervals over pairs, and as a control `restored by another pair's prompt`, the next clean one.
+
+    Raises:
+        UserError: The prompts differ in length or are equal; an answer is not one token.
+    """
     if at not in POINTS:
         raise unknown("at", at, POINTS)
     if isinstance(metric, str) and metric not in METRICS:
@@ -144,13 +172,9 @@ def _patched(
     every = [moved(layer, place) for layer in layers for place in range(count)]
     batch = Batch.of([ids])
     runner = Runner(
-        subject,
-        batch,
-        torch.arange(len(ids))[None] >= start,
-        lambda _, patched: {"metric": measure(patched[0].double()).numpy()},
-        compared=False,
-        clean=clean_pass(subject, batch),
-    )
+        subject, batch, torch.arange(len(ids))[None] >= start, lambda _, x: {"metric": measure(x[0].double()).numpy()},
+        compared=False, clean=clean_pass(subject, batch),
+    )  # fmt: skip
     found = np.full((len(subject.blocks), count if at == "heads" else len(ids)), before)
     here = slice(None) if at == "heads" else slice(start, None)
     if attribution:

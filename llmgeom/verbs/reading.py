@@ -136,16 +136,8 @@ class Reading:
             x, y = [*places, *places[::-1]], [*self.values[high], *self.values[low][::-1]]
             if along in self.ticks:  # places without an order
                 bars = {"symmetric": False, "array": self.values[high] - array, "arrayminus": array - self.values[low]}
-                figure.add_trace(
-                    Scatter(
-                        x=list(places),
-                        y=array,
-                        mode="markers",
-                        marker={"size": 11, "color": BLUE},
-                        error_y=bars,
-                        name=band,
-                    )
-                )
+                dot = {"size": 11, "color": BLUE}
+                figure.add_trace(Scatter(x=list(places), y=array, mode="markers", marker=dot, error_y=bars, name=band))
                 continue
             edge = {"width": 1, "color": colour}
             figure.add_trace(Scatter(x=x, y=y, fill="toself", opacity=0.3, line=edge, fillcolor=colour, name=band))

@@ -14,8 +14,9 @@ from llmgeom.batch import Batch, Prompts
 from llmgeom.errors import UserError, brief
 from llmgeom.files import sha256
 from llmgeom.model.capture import Site
-from llmgeom.model.intervention import Intervention, Runner
+from llmgeom.model.intervention import Intervention, Runner, add
 from llmgeom.model.resume import clean_pass
+from llmgeom.progress import watched
 from llmgeom.stats.resampling import mean_intervals
 from llmgeom.verbs.lens import one_prompt, token_of
 from llmgeom.verbs.reading import Reading, called
@@ -52,11 +53,31 @@ def added(subject: Any, direction: Any, dose: float) -> tuple[Callable[[Tensor],
     return lambda x: x + step.to(x), {"steer": sha256(vector.tobytes()), "dose": float(dose)}
 
 
+@watched()
 def dose_curve(
-    subject: Any, prompts: Prompts, answers: Sequence[str | int], direction: Any, layer: int | None,
-    doses: Sequence[float], draws: int, seed: int,
+    subject: Any, prompts: Prompts, answers: Sequence[str | int], direction: Any, layer: int | None = None,
+    doses: Sequence[float] = (-2.0, -1.0, 1.0, 2.0), draws: int = 8, seed: int = 0,
 ) -> Reading:  # fmt: skip
-    """See `Verbs.dose_curve`."""
+    """Is a direction used? Log odds of two answers under doses of it, as `steer` adds it at every position.
+
+    Beside it are random directions of the same norm, and of the same variance: scaled so that the residual streams
+    of these prompts vary along them as much as along the direction (of which most random directions have less).
+
+    Args:
+        prompts: Whose next token is read.
+        answers: Two tokens, each as its text with its space, or its id.
+        direction, layer: As in `steer`.
+        doses: How many times the direction; 0 is added.
+        draws: Random directions of each kind.
+        seed: Of them.
+
+    Returns:
+        Over dose: `log odds` in nats, mean over prompts, with its 95 % interval; the range of the means of each
+        kind of random directions.
+
+    Raises:
+        UserError: An answer is not one token; no such layer; a direction of another width.
+    """
     if isinstance(answers, str) or len(answers) != 2:
         raise UserError(f"answers={brief(answers)}: expected two, e.g. (' good', ' bad')")
     first, second = (token_of(subject, answer) for answer in answers)
@@ -88,14 +109,11 @@ def dose_curve(
         log_probs = steered[0].double()
         return {"odds": (log_probs[:, first] - log_probs[:, second]).numpy()}
 
-    def step(one: np.ndarray) -> Callable[[Tensor, Tensor], Tensor]:
-        return lambda x, _: torch.from_numpy(one).expand_as(x)
-
     everywhere = torch.ones_like(tokens.data, dtype=torch.bool)
     runner = Runner(subject, batch, everywhere, odds, compared=False, clean=clean_pass(subject, batch))
     zero, others = doses.index(0.0), [dose for dose in doses if dose]
     edits = [
-        Intervention(name, {("residual", layer): step(one)}, dose=dose)
+        Intervention(name, {("residual", layer): add(torch.from_numpy(one).expand(everywhere.numel(), -1))}, dose=dose)
         for name, several in directions.items() for one in several for dose in (others if name else doses)
     ]  # fmt: skip
     found = runner.run(edits, "steering")
@@ -126,8 +144,21 @@ class Generated(str):
     tokens: tuple[int, ...]
 
 
-def generate(subject: Any, prompt: Prompts, tokens: int, temperature: float, seed: int) -> Generated:
-    """See `Verbs.generate`."""
+def generate(subject: Any, prompt: Prompts, tokens: int = 20, temperature: float = 0.0, seed: int = 0) -> Generated:
+    """What the model writes after a prompt, with its edits.
+
+    Every token reads the whole text again, so that an edit acts at each position as it does in `capture`: of n new
+    tokens, n passes. It ends at the tokenizer's end-of-text token.
+
+    Args:
+        prompt: A string, or its token ids.
+        tokens: The most that are written.
+        temperature: 0 takes the likeliest token; above, tokens are drawn.
+        seed: Of the draws.
+
+    Returns:
+        The new text alone; its `tokens` are the ids.
+    """
     if tokens < 1 or temperature < 0:
         raise UserError(
             f"generate(tokens={tokens}, temperature={temperature}): expected 1 token or more, and 0 or more"

@@ -20,7 +20,7 @@ from llmgeom.files import write_whole
 from llmgeom.model.attention import Recorder
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit, Where
-from llmgeom.progress import tell
+from llmgeom.progress import tell, watched
 
 TOKENS = 256  # in a pass whose activations stay for gradients
 SAME = 1e-2  # how far the last layer's matrix may be from the identity that it is by definition (float16 files)
@@ -105,9 +105,27 @@ class Transport:
         return {layer + 1: matrix for layer, matrix in self.matrices.items() if layer < depth - 1}
 
 
+@watched()
 @torch.enable_grad()
-def fit(subject: Any, prompts: Prompts, rows: int | None, skip: int) -> Transport:
-    """See `Verbs.fit_lens`."""
+def fit_lens(subject: Any, prompts: Prompts, rows: int | None = None, skip: int = 16) -> Transport:
+    """Fit a Jacobian lens: the average Jacobian of the last layer's output by each earlier layer's, by autograd.
+
+    J_l = mean over prompts and positions t of the sum over t' >= t of dh_L(t') / dh_l(t) (Gurnee et al. 2026). One
+    backward pass gives one row of every layer's matrix: a prompt costs d_model of them, which is why `rows` spreads
+    the rows over prompts, an unbiased estimate with more error.
+
+    Args:
+        prompts: Texts of the kind that the lens will read.
+        rows: How many rows of the matrices a prompt measures; all by default.
+        skip: The first positions of a text, left out as the attention sink is; so is the last one.
+
+    Returns:
+        For `lens(transport=...)`; `attrs["error"]` is the standard error by layer, relative to the matrix, and
+        `save(path)` writes it.
+
+    Raises:
+        UserError: Fewer than two prompts for each row; a prompt of skip + 1 tokens or fewer.
+    """
     tokens, depth, width = subject.tokens(prompts), len(subject.blocks), subject.facts["d_model"]
     lengths, each = tokens.lengths, width if rows is None else rows
     if depth < 2 or not 1 <= each <= width or skip < 0:
