@@ -10,8 +10,7 @@ from random import Random
 
 from llmgeom.batch import Batch, Text
 from llmgeom.errors import UserError, unknown
-from llmgeom.prompts.chance import shuffled
-from llmgeom.prompts.grammar import DATA, Template, cuts, fill, templates
+from llmgeom.prompts.grammar import DATA, Template, cuts, fill, shuffled, templates
 
 MIXED = "mixed"
 PER_TEMPLATE = 5

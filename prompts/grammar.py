@@ -15,15 +15,15 @@ and }} are braces.
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from types import CodeType
-from typing import Any
-
-from llmgeom.prompts.chance import pick
+from typing import Any, TypeVar
 
 DATA = Path(__file__).parent / "data"
 _LEXICON = re.compile(r"([a-z_]+)(?: \(([\w, ]+)\))?:(.*)", re.DOTALL)
@@ -33,6 +33,7 @@ _WORD = re.compile(r"(an? )?([a-z_]+)(\d*)(?:\.(\w+))?", re.IGNORECASE)
 _HEADER = re.compile(r"@ (([a-z]+)-\d{3,})((?: [\w-]+)*)((?:; [^;]+)*)")
 _VOWEL = re.compile(r"(?!uni|uti|use)[aeiou]", re.IGNORECASE)
 _TRIES = 10_000
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -212,3 +213,21 @@ def least_factor(n: int) -> int:
 _OWN = (word, ordinal, commas, cents, tenths, frac, binary, least_factor)
 _BUILT_IN = (abs, max, min, str, math.gcd, math.lcm, math.comb, math.factorial, math.isqrt)
 KNOWN = {function.__name__: function for function in (*_OWN, *_BUILT_IN)}
+
+
+# ---- choices that are the same on every machine: of Python's Random, only random() is guaranteed not to change -------
+
+
+def pick(rng: Random, items: Sequence[T]) -> T:
+    """One of `items`."""
+    return items[int(rng.random() * len(items))]
+
+
+def shuffled(rng: Random, items: Sequence[T]) -> list[T]:
+    """`items` in random order; all orders are equally likely."""
+    return [items[i] for _, i in sorted((rng.random(), i) for i in range(len(items)))]
+
+
+def sha256(name: str) -> bytes:
+    """The hash that decides, without a seed, which names are held out: those with the smallest."""
+    return hashlib.sha256(name.encode()).digest()
