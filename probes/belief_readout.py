@@ -27,8 +27,8 @@ from llmgeom.probe import (
     UserError,
 )
 from llmgeom.probes.shared.belief_geometry import OF_ALL, measure_belief, some_sequences
-from llmgeom.probes.shared.matrices import captured, input_at_rows
 from llmgeom.probes.shared.nulls import Statistic, compare, null_band
+from llmgeom.probes.shared.rows import captured, input_at_rows
 from llmgeom.probes.shared.softmax_probe import read
 from llmgeom.result import Estimate, Labelled, Result, labelled, line
 from llmgeom.stats import information

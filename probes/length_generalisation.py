@@ -11,8 +11,8 @@ from jaxtyping import Float
 
 from llmgeom.claims import Null, declared, estimate, planned
 from llmgeom.probe import UNTRAINED, WHOLE, Batch, Model, Needs, ProbeInput, Site, UserError, exact_answers
-from llmgeom.probes.shared.matrices import input_at_rows
 from llmgeom.probes.shared.nulls import null_band
+from llmgeom.probes.shared.rows import input_at_rows
 from llmgeom.result import Estimate, Labelled, Result, labelled, line
 from llmgeom.stats.information import best_of_input, bits, kl
 from llmgeom.stats.rare_failures import RareFailures

@@ -12,9 +12,9 @@ import numpy as np
 
 from llmgeom.claims import Null, declared, estimate
 from llmgeom.probe import MATCHED, UNTRAINED, Capture, Needs, ProbeInput, Site, Unavailable, UserError
-from llmgeom.probes.shared.matrices import captured, final_tokens, last_layer, layer_matrices
 from llmgeom.probes.shared.nulls import null_band
 from llmgeom.probes.shared.representation_geometry import measure_geometry, numbers_of, pca
+from llmgeom.probes.shared.rows import captured, final_tokens, last_layer, layer_matrices
 from llmgeom.result import Labelled, Result, labelled, line
 from llmgeom.stats.manifold import intrinsic_dimension
 from llmgeom.stats.pca import share_intervals

@@ -11,7 +11,7 @@ import numpy as np
 from scipy.stats import gamma
 
 from llmgeom.probes.shared.representation_geometry import Axis
-from llmgeom.probes.shared.targets import Target
+from llmgeom.probes.shared.rows import Target
 from llmgeom.stats.manifold import intrinsic_dimension
 from llmgeom.stats.rare_failures import RareFailures
 from llmgeom.stats.resampling import jackknife, jackknife_of_means, mean_intervals, student_quantile

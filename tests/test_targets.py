@@ -11,7 +11,7 @@ from llmgeom.model.model import Model
 from llmgeom.probes import known
 from llmgeom.probes.shared import representation_geometry
 from llmgeom.probes.shared.representation_geometry import R2, RHO, Axis
-from llmgeom.probes.shared.targets import Constant, Target, centred
+from llmgeom.probes.shared.rows import Constant, Target, centred
 from llmgeom.prompts import pool as pools
 from llmgeom.prompts.domains import Domain
 from llmgeom.run import run_probes

@@ -18,7 +18,7 @@ from llmgeom.model import hub
 from llmgeom.model.tokenizing import encode
 from llmgeom.probes.evidence.predictions import label_ids
 from llmgeom.probes.interventions.label_axis import _first_tokens
-from llmgeom.probes.shared.targets import Target
+from llmgeom.probes.shared.rows import Target
 from llmgeom.prompts import surfaces as words, text as in_text
 from llmgeom.prompts.surfaces import SURFACES
 from llmgeom.stats.information import bits, entropy

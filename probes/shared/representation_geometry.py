@@ -11,9 +11,8 @@ import numpy as np
 
 from llmgeom.claims import Claim, Null, estimate
 from llmgeom.probe import NO_CONTEXT, SHUFFLED, UNTRAINED, Capture, ProbeInput, Site, UserError
-from llmgeom.probes.shared.matrices import final_tokens, last_layer, layer_matrices, varies
 from llmgeom.probes.shared.nulls import HARDEST_BAND, null_band, permutation_null
-from llmgeom.probes.shared.targets import LEAST_SPREAD, Constant, Target, follows
+from llmgeom.probes.shared.rows import LEAST_SPREAD, Constant, Target, final_tokens, last_layer, layer_matrices, varies
 from llmgeom.result import Estimate, Figure, Labelled, labelled, line
 from llmgeom.stats.pca import Spectrum, share_intervals, shares
 from llmgeom.stats.resampling import Clusters, Interval, in_groups, jackknife_interval, paired_interval
@@ -149,7 +148,8 @@ def _entropy(
     """
     target = Target.of(view.capture, view.entropy).require()
     own = [] if target.exact else [control.entropy.numpy() for control in view.untrained]
-    varying = {i: own[i] for i in follows(own)}  # copy -> its own entropy
+    # Copy -> its own entropy, where that varies as the model's must.
+    varying = {i: of for i, of in enumerate(own) if len(of) > 1 and of.std(ddof=1) >= LEAST_SPREAD}
     notes = []
     if len(varying) < len(own):
         spread = float(np.median([entropy.std(ddof=1) for entropy in own]))
