@@ -101,7 +101,7 @@ class Target:
         """The target itself. Raises Constant if it hardly varies, within position if it is exact."""
         free = len(self.values) - (int(self.group.max()) + 1)
         spread = float(np.sqrt(np.square(centred(self.values, self.group)).sum() / free)) if free > 0 else 0.0
-        if spread < LEAST_SPREAD:
+        if not spread >= LEAST_SPREAD:
             what = "the exact entropy does not vary within a position" if self.exact else "entropy does not vary"
             raise Constant(f"not measured: {what} (sd {spread:.2g} bits, {LEAST_SPREAD:g} needed)")
         return self
