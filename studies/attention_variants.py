@@ -32,7 +32,7 @@ from llmgeom.model.tokenizing import fitting
 from llmgeom.prompts import grammar, pool
 from llmgeom.prompts.domains import MIXED
 from llmgeom.run import run_probes
-from llmgeom.stats.pca import shares
+from llmgeom.stats.manifold import shares
 from studies import corpus, evaluate, pocket
 from studies.attention_contrasts import COLUMNS, KINDS, PER_HEAD, SIGNATURES, Cell, analyse, table
 from studies.training_data import TrainingData, domains, examination, training_data

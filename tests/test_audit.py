@@ -13,7 +13,7 @@ from llmgeom.plan import Plan
 from llmgeom.probe import ProbeInput
 from llmgeom.probes.evidence.predictions import MAIN, ExactAnswers, LabelPredictions, label_entropy
 from llmgeom.prompts import text
-from llmgeom.stats.pca import shares
+from llmgeom.stats.manifold import shares
 from llmgeom.wind_tunnels import load_world
 from studies.published import focus, keys, sula as published, values
 from tests.families import FAMILIES, ragged

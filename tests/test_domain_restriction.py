@@ -16,7 +16,7 @@ from llmgeom.probes.shared.representation_geometry import numbers_of, pca
 from llmgeom.probes.shared.rows import layer_matrices
 from llmgeom.probes.value_manifold import gain_interval, measure_gain
 from llmgeom.result import Result
-from llmgeom.stats.pca import share_intervals, shares
+from llmgeom.stats.manifold import share_intervals, shares
 from llmgeom.stats.resampling import Interval
 from tests.refusals import refused
 from tests.words import beyond

@@ -29,7 +29,7 @@ MEANINGS = {
 def collect(captures: Mapping[str, Capture], embedding: Mapping[str, np.ndarray]) -> Coordinates:
     """Those of `belief.collect`; if the process has hidden chains, with the residual stream."""
     found, capture = belief.collect(captures, embedding), captures[MAIN]
-    if hidden(capture.batch)[1] is None:
+    if hidden(capture.batch) is None:
         return found
     return replace(found, stream=np.stack([x.float().numpy() for x in capture.layers(Site.RESIDUAL)]))
 
@@ -67,9 +67,9 @@ def measure_simplex(batch: Batch, model: Coordinates, read: Read, seed: int) -> 
     parts = {"along": by_depth(answers, line(np.exp(of_read.log_p), *controls), "along")}
     notes = [f"{len(rows)} prompts with evidence, {len(set(cluster))} clusters, seed {seed}"]
     unmeasured = {HIDDEN: "what is hidden in this process has one state for each answer"}
-    state, chain = hidden(batch)
-    state_read, chain_read = hidden(read.batch)
-    if state is not None and chain is not None and state_read is not None and chain_read is not None:
+    found, found_read = hidden(batch), hidden(read.batch)
+    if found is not None and found_read is not None:
+        (state, chain), (state_read, chain_read) = found, found_read
         parts["state"] = by_depth(line(state, *main), line(state_read, *controls), "along")
         target, fewer = _centred(chain[rows], k), _centred(chain_read[some], few)
         varies = target.std(0) >= LEAST_SPREAD
@@ -98,15 +98,15 @@ def measure_simplex(batch: Batch, model: Coordinates, read: Read, seed: int) -> 
     )
 
 
-def hidden(batch: Batch) -> tuple[np.ndarray | None, np.ndarray | None]:
+def hidden(batch: Batch) -> tuple[np.ndarray, np.ndarray] | None:
     """Exact probabilities of the hidden state of each label, [prompt label], and of each hidden chain, [prompt chain].
 
-    Both are None if the belief has no more states than there are labels.
+    None if the belief has no more states than there are labels.
     """
     exact = batch.exact
     labels = exact.predictive.shape[-1]
     if exact.belief is None or exact.belief.shape[-1] <= labels or exact.belief.shape[-1] % labels:
-        return None, None
+        return None
     joint = exact.belief[:, -1].exp().numpy().reshape(len(batch), -1, labels)
     return joint.sum(1), joint.sum(2)
 

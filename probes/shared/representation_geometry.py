@@ -14,7 +14,7 @@ from llmgeom.probe import NO_CONTEXT, SHUFFLED, UNTRAINED, Capture, ProbeInput, 
 from llmgeom.probes.shared.nulls import HARDEST_BAND, null_band, permutation_null
 from llmgeom.probes.shared.rows import LEAST_SPREAD, Constant, Target, final_tokens, last_layer, layer_matrices, varies
 from llmgeom.result import Estimate, Figure, Labelled, labelled, line
-from llmgeom.stats.pca import Spectrum, share_intervals, shares
+from llmgeom.stats.manifold import Spectrum, share_intervals, shares
 from llmgeom.stats.resampling import Clusters, Interval, in_groups, jackknife_interval, paired_interval
 from llmgeom.stats.ridge_probe import (
     REPEATS,

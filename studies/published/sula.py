@@ -18,7 +18,7 @@ from llmgeom.probes.evidence.predictions import (
     label_entropy,
 )
 from llmgeom.result import Estimate, Result, labelled, line
-from llmgeom.stats.pca import standardised
+from llmgeom.stats.manifold import standardised
 from llmgeom.stats.resampling import Clusters, Interval, in_groups, jackknife
 from llmgeom.stats.tests import regrouped_interval, spearman
 from studies.published import CLAIMS_FOLDER

@@ -15,7 +15,7 @@ from llmgeom.probe import SHUFFLED, UNTRAINED, Batch, Capture, Model, Needs, Pro
 from llmgeom.probes.shared.nulls import compare
 from llmgeom.probes.shared.rows import as_matrix
 from llmgeom.result import Estimate, Figure, Result, labelled, line
-from llmgeom.stats.pca import shares, standardised
+from llmgeom.stats.manifold import shares, standardised
 from studies.published import CLAIMS_FOLDER
 
 CLAIMS = declared("published_values", CLAIMS_FOLDER)
