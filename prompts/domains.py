@@ -10,7 +10,7 @@ from random import Random
 
 from llmgeom.batch import Batch, Text
 from llmgeom.errors import UserError, unknown
-from llmgeom.prompts.grammar import DATA, Template, cuts, fill, shuffled, templates
+from llmgeom.prompts.grammar import DATA, MARK, Template, fill, shuffled, templates
 
 MIXED = "mixed"
 PER_TEMPLATE = 5
@@ -72,7 +72,7 @@ class Domain:
             while queue:
                 template = queue.popleft()
                 if template.id not in marks:
-                    marks[template.id] = cycle(shuffled(rng, range(cuts(template))))
+                    marks[template.id] = cycle(shuffled(rng, range(template.text.count(MARK))))
                 for _ in range(_TRIES):
                     prompt = fill(template, rng, next(marks[template.id]))
                     if distinct.add(prompt):

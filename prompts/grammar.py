@@ -18,7 +18,7 @@ import functools
 import hashlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -45,11 +45,6 @@ class Template:
     text: str
     tags: tuple[str, ...] = ()
     rules: tuple[str, ...] = ()
-
-
-def cuts(template: Template) -> int:
-    """The number of cut marks in a template."""
-    return template.text.count(MARK)
 
 
 @functools.cache
@@ -179,11 +174,6 @@ def ordinal(n: int) -> str:
     return f"{n}{suffix}"
 
 
-def commas(n: int) -> str:
-    """Thousands separated by commas: commas(12000) is '12,000'."""
-    return f"{n:,}"
-
-
 def cents(n: int) -> str:
     """A hundredth of n with two decimals: cents(1250) is '12.50'."""
     return f"{n // 100}.{n % 100:02d}"
@@ -200,19 +190,15 @@ def frac(a: int, b: int) -> str:
     return str(a // shared) if b == shared else f"{a // shared}/{b // shared}"
 
 
-def binary(n: int) -> str:
-    """The binary digits: binary(6) is '110'."""
-    return f"{n:b}"
-
-
 def least_factor(n: int) -> int:
     """The least divisor of n >= 2 above 1; n itself exactly when n is prime."""
     return next((d for d in range(2, math.isqrt(n) + 1) if n % d == 0), n)
 
 
-_OWN = (word, ordinal, commas, cents, tenths, frac, binary, least_factor)
+_OWN = (word, ordinal, cents, tenths, frac, least_factor)
 _BUILT_IN = (abs, max, min, str, math.gcd, math.lcm, math.comb, math.factorial, math.isqrt)
-KNOWN = {function.__name__: function for function in (*_OWN, *_BUILT_IN)}
+KNOWN: dict[str, Callable[..., Any]] = {function.__name__: function for function in (*_OWN, *_BUILT_IN)}
+KNOWN |= {"commas": "{:,}".format, "binary": "{:b}".format}  # commas(12000) is '12,000', binary(6) is '110'
 
 
 # ---- choices that are the same on every machine: of Python's Random, only random() is guaranteed not to change -------

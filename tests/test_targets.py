@@ -16,7 +16,7 @@ from llmgeom.prompts import pool as pools
 from llmgeom.prompts.domains import Domain
 from llmgeom.run import run_probes
 from llmgeom.stats.ridge_probe import folds, permuted_decodability, read
-from llmgeom.stats.tests import correlation_test
+from llmgeom.stats.tests import correlation_test, regrouped_interval
 from llmgeom.wind_tunnels import load_world
 from tests.test_belief_clusters import tunnel_subject
 
@@ -164,6 +164,6 @@ def test_the_interval_of_a_component_covers_where_the_next_has_nearly_its_varian
         x = factors * [1, 0.95] @ directions + rng.normal(size=(80, 32))
         target = Target(factors[:, 0] + 0.7 * rng.normal(size=80), np.zeros(80, dtype=int), False)
         axis = Axis.of(x, target, np.arange(80) // 2, seed)
-        drawn.append((axis.rhos()[0], axis.interval()))
+        drawn.append((axis.rhos()[0], regrouped_interval(*axis.rhos(), axis.group)))
     truth = np.mean([value for value, _ in drawn])
     assert np.mean([span.low <= truth <= span.high for _, span in drawn]) > 0.85

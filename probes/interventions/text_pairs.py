@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,19 +16,6 @@ from llmgeom.stats.resampling import LEAST_CLUSTERS
 
 ROLES = ("changed mark", "token after it", "later marks", "other tokens between", "question", "last token")
 BEFORE = -1
-
-
-class Changed(Protocol):
-    """Another mark in one observation of a prompt (`prompts.counterfactual.Change`)."""
-
-    @property
-    def prompt(self) -> int: ...
-    @property
-    def place(self) -> int: ...
-    @property
-    def mark(self) -> int: ...
-    @property
-    def shift(self) -> float: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,12 +55,12 @@ class TextPairs:
         return np.where(self.exact < 0, -1.0, 1.0)
 
     @classmethod
-    def of(cls, batch: Batch, tokens: Tokens | Rows, changes: Sequence[Changed]) -> TextPairs:
+    def of(cls, batch: Batch, tokens: Tokens | Rows, changes: Sequence[Any]) -> TextPairs:
         """The pairs of a process's batch.
 
         Args:
             batch: a batch with the answers' tokens and the column `seen`. tokens: its inputs as the model reads them.
-            changes: at most one for each prompt.
+            changes: `prompts.text.Change`s, at most one for each prompt.
 
         Raises:
             UserError: fewer than 5 clusters have a pair.
@@ -81,7 +68,7 @@ class TextPairs:
         answers = batch.exact.answers
         assert answers is not None and isinstance(tokens, Tokens)  # the process was sampled with a tokenizer
         answers = answers[:, -1]
-        rows: list[tuple[Changed, list[int], list[int]]] = []
+        rows: list[tuple[Any, list[int], list[int]]] = []
         for change in changes:
             seen = [int(mark) for mark in batch.columns["seen"][change.prompt]]
             places = _places(tokens.real[change.prompt], answers[change.prompt].tolist(), seen)

@@ -334,11 +334,6 @@ def queried(model: Model, batch: Batch, positions: Sequence[Position]) -> Batch:
     return replace(batch, query=query)
 
 
-def at_ends(capture: Capture) -> Capture:
-    """The final position of each prompt, without activations, for confounds and the bag of tokens."""
-    return replace(capture, prompt=torch.arange(len(capture.lengths)), position=capture.lengths - 1, tensors={})
-
-
 def pooled(capture: Capture, layers: Any, layer: int, position: Position) -> np.ndarray:
     """[prompt coordinate] float64: the activations of one layer at one position, heads concatenated."""
     x, prompt = layers[layer].double().flatten(1), capture.prompt

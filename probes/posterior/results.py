@@ -198,6 +198,7 @@ def _residuals(model: GaussianScores, exact: GaussianScores, *controls: Gaussian
 
     name, unit = "|rms of standardised residuals - 1|", "standard deviations"
     own, of_exact = (np.sqrt(np.square(x.residual).mean(0)) for x in (model, exact))
+    squares, *of_controls = (np.square(x.residual).mean(1) for x in (model, *controls))  # [sequence]
     return Result.of(
         "Calibration of predicted numbers",
         {
@@ -205,14 +206,9 @@ def _residuals(model: GaussianScores, exact: GaussianScores, *controls: Gaussian
             "rms_exact": labelled(of_exact, "query", unit, "the exact answer's own"),
         },
         __name__,
-        estimates=(measured(CALIBRATION, name, error, _squares(model), [_squares(x) for x in controls]),),
+        estimates=(measured(CALIBRATION, name, error, squares, of_controls),),
         ticks=numbered(model.kl.shape[1]),
     )
-
-
-def _squares(scores: GaussianScores) -> np.ndarray:
-    """[sequence] mean square of the standardised residuals."""
-    return np.square(scores.residual).mean(1)
 
 
 def _tenths(model: CategoricalScores, exact: CategoricalScores, *controls: CategoricalScores) -> Result:

@@ -15,7 +15,7 @@ from llmgeom.probes.shared.nulls import HARDEST_BAND, null_band, permutation_nul
 from llmgeom.probes.shared.rows import LEAST_SPREAD, Constant, Target, final_tokens, last_layer, layer_matrices, varies
 from llmgeom.result import Estimate, Figure, Labelled, labelled, line
 from llmgeom.stats.manifold import Spectrum, share_intervals, shares
-from llmgeom.stats.resampling import Clusters, Interval, in_groups, jackknife_interval, paired_interval
+from llmgeom.stats.resampling import Clusters, in_groups, jackknife_interval, paired_interval
 from llmgeom.stats.ridge_probe import (
     REPEATS,
     Readout,
@@ -337,10 +337,6 @@ class Axis:
         value = rho(self.scores, np.arange(len(self.scores)))
         sign = -1 if value < 0 else 1
         return abs(value), sign * np.array([rho(scores, rows) for rows, scores in self.without])
-
-    def interval(self, covariates: np.ndarray | None = None) -> Interval:
-        """Interval of |Spearman| from its values without each group."""
-        return regrouped_interval(*self.rhos(covariates), self.group)
 
 
 def untrained_nulls(draws: Mapping[str, np.ndarray]) -> list[Null]:
