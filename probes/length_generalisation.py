@@ -34,21 +34,18 @@ Statistic = Callable[[np.ndarray], np.ndarray]  # means over sequences [... colu
 def measured(
     probe: str,
     name: str,
-    statistic: Statistic,
     values: np.ndarray,
     untrained: Sequence[np.ndarray],
+    statistic: Statistic = np.asarray,
     transform: Transform = "identity",
 ) -> Estimate:
-    """Estimate of a function of means over rows, one row per sequence; the same of untrained copies is its control."""
+    """Estimate of a function of means over rows (by default of the mean itself), one row per sequence; the same of
+    untrained copies is its control."""
     claim, value = declared(probe)[name], float(statistic(values.mean(0)))
     draws = np.array([statistic(control.mean(0)) for control in untrained])
     interval = jackknife_of_means(statistic, values, transform)
     null = Null.of(UNTRAINED, draws, claim.side)
     return estimate(claim, value, interval, [null], n=len(values), clusters=len(values))
-
-
-def mean(means: np.ndarray) -> np.ndarray:
-    return means
 
 
 def numbered(queries: int) -> dict[str, tuple]:
@@ -93,7 +90,7 @@ def measure_past(
     segments, controls = means(kl), [means(control) for control in untrained]
     within, first, plateau = segments.mean(0)
     past = [divergence[:, trained:].mean(1) for divergence in (kl, *untrained)]
-    estimates, notes = [measured(PROBE, "KL past the horizon", mean, past[0], past[1:])], []
+    estimates, notes = [measured(PROBE, "KL past the horizon", past[0], past[1:])], []
     trivial_within = float(trivial[:, :trained].mean())
     if within < AS_EXACT:
         notes.append("no ratio: within the horizon the answers are exact")
@@ -106,7 +103,7 @@ def measure_past(
     else:
         estimates += [
             _first_past(segments),
-            measured(PROBE, LATER, lambda means: _over(means, 2), segments, controls, "log"),
+            measured(PROBE, LATER, segments, controls, lambda means: _over(means, 2), "log"),
         ]
     of_last = "mean KL of the last half of the queries past the horizon"
     return Result.of(

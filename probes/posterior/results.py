@@ -14,7 +14,6 @@ from llmgeom.errors import UserError
 from llmgeom.probes.length_generalisation import (
     FAILURES,
     curves,
-    mean,
     measure_past,
     measured,
     numbered,
@@ -90,9 +89,9 @@ def distance(probe: str, notes: Sequence[str], grades: Grades) -> Result:
             divergence(probe, f"KL to the {target}", model.kl.mean(1)),
             *skilled,
             *taken_apart,
-            measured(probe, f"mae_abs{suffix}", mean, size, of_controls),
+            measured(probe, f"mae_abs{suffix}", size, of_controls),
             measured(
-                probe, f"mae_mean{suffix}", lambda gap: np.abs(gap).mean(-1), model.gap, [x.gap for x in controls]
+                probe, f"mae_mean{suffix}", model.gap, [x.gap for x in controls], lambda gap: np.abs(gap).mean(-1)
             ),
         ),
         ticks={**numbered(scores.trained), "predictor": tuple(predictors)},
@@ -206,7 +205,7 @@ def _residuals(model: GaussianScores, exact: GaussianScores, *controls: Gaussian
             "rms_exact": labelled(of_exact, "query", unit, "the exact answer's own"),
         },
         __name__,
-        estimates=(measured(CALIBRATION, name, error, squares, of_controls),),
+        estimates=(measured(CALIBRATION, name, squares, of_controls, error),),
         ticks=numbered(model.kl.shape[1]),
     )
 
@@ -235,11 +234,9 @@ def _tenths(model: CategoricalScores, exact: CategoricalScores, *controls: Categ
         },
         __name__,
         estimates=(
-            measured(CALIBRATION, "calibration error", error, model.tally.sum(1), [x.tally.sum(1) for x in controls]),
-            measured(CALIBRATION, "accuracy", mean, model.right.mean(1), [x.right.mean(1) for x in controls]),
-            measured(
-                CALIBRATION, "leaked probability", mean, model.leaked.mean(1), [x.leaked.mean(1) for x in controls]
-            ),
+            measured(CALIBRATION, "calibration error", model.tally.sum(1), [x.tally.sum(1) for x in controls], error),
+            measured(CALIBRATION, "accuracy", model.right.mean(1), [x.right.mean(1) for x in controls]),
+            measured(CALIBRATION, "leaked probability", model.leaked.mean(1), [x.leaked.mean(1) for x in controls]),
         ),
         ticks={**numbered(queries), "predicted": tuple(f"{each:.2f}" for each in p)},
     )
@@ -277,7 +274,7 @@ def memory(notes: Sequence[str], grades: Grades) -> Result:
         __name__,
         estimates=(
             divergence(MEMORY, "KL, held-out less seen", out.mean(1), known.mean(1)),
-            measured(MEMORY, "KL, seen", mean, known.mean(1), controls),
+            measured(MEMORY, "KL, seen", known.mean(1), controls),
         ),
         ticks=numbered(scores.trained),
         notes=tuple(notes),
