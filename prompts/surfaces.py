@@ -15,7 +15,7 @@ from typing import Any
 from llmgeom import prompts
 from llmgeom.errors import UserError
 from llmgeom.model.tokenizing import token_ids
-from llmgeom.prompts.grammar import lexicon, sha256
+from llmgeom.prompts.domains import lexicon, sha256
 
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 LETTERS = "BCDEFGHJKLMNOPQRSTUVWXYZ"  # without A and I, which are words

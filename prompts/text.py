@@ -24,7 +24,7 @@ from torch import Tensor
 from llmgeom.batch import Batch, Posterior, Text
 from llmgeom.errors import UserError, unknown
 from llmgeom.flags import changed_fields
-from llmgeom.prompts.grammar import shuffled
+from llmgeom.prompts.domains import shuffled
 from llmgeom.prompts.surfaces import LEAST_SETS, ORDINALS, SURFACES, Part, answer_tokens, carriers, mark_sets
 from llmgeom.sampling import Lots
 from llmgeom.stats.information import bits, entropy

@@ -19,7 +19,7 @@ import torch
 from llmgeom.batch import Batch, Posterior, Text
 from llmgeom.errors import UserError, unknown
 from llmgeom.prompts import surfaces
-from llmgeom.prompts.grammar import pick, shuffled
+from llmgeom.prompts.domains import pick, shuffled
 from llmgeom.prompts.surfaces import Part
 from studies import conjugate
 

@@ -26,7 +26,7 @@ from llmgeom.errors import UserError
 from llmgeom.files import write_whole
 from llmgeom.model.model import Model
 from llmgeom.prompts import surfaces
-from llmgeom.prompts.grammar import templates
+from llmgeom.prompts.domains import templates
 from llmgeom.prompts.surfaces import Part
 from studies import corpus, evaluate
 from studies.evaluate import DEMANDS, INDIFFERENT, Demands, missed, stored

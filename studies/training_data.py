@@ -12,8 +12,7 @@ from jaxtyping import Bool, Float32, Int16
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from llmgeom.prompts.domains import MIXED, known
-from llmgeom.prompts.grammar import fill, templates
+from llmgeom.prompts.domains import MIXED, fill, known, templates
 from llmgeom.prompts.surfaces import LABELS, Part, pairs
 from studies import corpus, label_sequences
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmgeom.prompts.grammar import lexicon
+from llmgeom.prompts.domains import lexicon
 from llmgeom.prompts.surfaces import LABELS, LEAST_PAIRS, Part, carriers, pairs
 from studies import corpus
 from studies.label_sequences import FORMATS, LONGEST, PRIORS, Evidence, leads, sequences

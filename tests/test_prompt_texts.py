@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from llmgeom.prompts.grammar import MARK, parse, templates
+from llmgeom.prompts.domains import MARK, parse, templates
 from tests.refusals import refused
 from tests.templates import EVERY, fillings, trigram_counts
 
