@@ -303,7 +303,7 @@ class AxisProbe:
             "share": np.mean([axis.share for axis in axes.values()]),
             "variance_left": min(axis.variance_left for axis in axes.values()),
             "rho": spearman(scores, entropy),
-            "rho_p": correlation_test(scores, entropy, split.clusters, seed=self.seed).p,
+            "rho_p": correlation_test(scores, entropy, split.evaluation.cluster, seed=self.seed).p,
             "step": np.stack([(axis.sd * axis.spread * axis.u).numpy() for axis in axes.values()]),
         }
         return effects | {name: np.array(value) for name, value in numbers.items()}

@@ -84,11 +84,6 @@ class Halves:
         """The half on which effects are measured, tokenized."""
         return self.captures[EVALUATION].batch
 
-    @property
-    def clusters(self) -> np.ndarray:
-        """[input] of the evaluation half."""
-        return np.array(self.evaluation.cluster)
-
     @cached_property
     def clean(self) -> Clean | None:
         """The clean pass of the evaluation half, from which edited passes go on."""
