@@ -1,5 +1,7 @@
 """Metrics of entropy use the exact entropy within position, are refused where it does not vary, and need context."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -71,7 +73,7 @@ def test_scores_without_a_group_have_the_sign_of_all_rows(monkeypatch):
     rng = np.random.default_rng(0)
     x, group = rng.normal(size=(47, 1)), np.zeros(47, dtype=int)
     target = Target(x[:, 0] + 0.3 * rng.normal(size=47), group, False)
-    monkeypatch.setattr(representation_geometry, "pc1", lambda x: x[:, 0] * (-1) ** len(x))
+    monkeypatch.setattr(representation_geometry, "pca", lambda x: SimpleNamespace(scores=x * (-1) ** len(x)))
     axis = Axis.of(x, target, np.arange(47), 0)
     assert len({len(rows) for rows, _ in axis.without}) == 2
     value, without = axis.rhos()

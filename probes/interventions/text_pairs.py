@@ -71,8 +71,10 @@ class TextPairs:
         rows: list[tuple[Any, list[int], list[int]]] = []
         for change in changes:
             seen = [int(mark) for mark in batch.columns["seen"][change.prompt]]
-            places = _places(tokens.real[change.prompt], answers[change.prompt].tolist(), seen)
-            if places:
+            ids, known = tokens.real[change.prompt], answers[change.prompt].tolist()
+            # The marks of the k observations are the last k tokens that are marks; elsewhere there is no pair.
+            places = [j for j, token in enumerate(ids) if token in known][-len(seen) :] if seen else []
+            if places and [ids[j] for j in places] == [known[mark] for mark in seen]:
                 rows.append((change, places, seen))
         clusters = {batch.cluster[change.prompt] for change, *_ in rows}
         if len(clusters) < LEAST_CLUSTERS:
@@ -85,8 +87,8 @@ class TextPairs:
         x = replace(x, query=torch.arange(width) == lengths[:, None] - 1)
         at = torch.tensor([places[change.place] for change, places, _ in rows])
         marks = torch.stack([answers[c.prompt][[seen[c.place], c.mark]] for c, _, seen in rows])
-        ids = x.tokens.data.clone()
-        ids[torch.arange(len(rows)), at] = marks[:, 1]
+        changed = x.tokens.data.clone()
+        changed[torch.arange(len(rows)), at] = marks[:, 1]
         equal = [
             next((p for j, p in enumerate(places) if j != c.place and seen[j] == seen[c.place]), -1)
             for c, places, seen in rows
@@ -99,11 +101,5 @@ class TextPairs:
             own[places[c.place] + 1] = ROLES.index("token after it")
             own[places[c.place]] = ROLES.index("changed mark")
             own[n - 1] = ROLES.index("last token")
-        other = replace(x, inputs=Tokens(ids, lengths))
+        other = replace(x, inputs=Tokens(changed, lengths))
         return cls(x, other, at, torch.tensor(equal), role, marks, np.array([c.shift for c, *_ in rows]))
-
-
-def _places(ids: Sequence[int], answers: Sequence[int], seen: Sequence[int]) -> list[int]:
-    """The position of each observation's mark: the last k tokens that are marks. Empty if these are not `seen`."""
-    places = [j for j, token in enumerate(ids) if token in answers][-len(seen) :] if seen else []
-    return places if [ids[j] for j in places] == [answers[mark] for mark in seen] else []

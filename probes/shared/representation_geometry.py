@@ -53,11 +53,6 @@ def rho_of(spectrum: Spectrum, entropy: np.ndarray, covariates: np.ndarray | Non
     return abs(spearman(spectrum.scores[:, 0], entropy, covariates)) if spectrum.scores.any() else 0.0
 
 
-def pc1(x: np.ndarray) -> np.ndarray:
-    """[row] scores on the first component; 0 if no coordinate varies."""
-    return pca(x).scores[:, 0]
-
-
 def numbers_of(layers: Sequence[Spectrum]) -> np.ndarray:
     """[layer 3]: PC1 share, PC1+PC2 share, participation ratio."""
     return np.array([layer.numbers for layer in layers])
@@ -318,10 +313,10 @@ class Axis:
             clusters: [row] the cluster of each row.
         """
         group = in_groups(clusters, seed)
-        scores, without = pc1(target.within(x)), []
+        scores, without = pca(target.within(x)).scores[:, 0], []
         for number in range(int(group.max()) + 1):
             rows = np.flatnonzero(group != number)
-            fewer = pc1(target.at(rows).within(x[rows]))
+            fewer = pca(target.at(rows).within(x[rows])).scores[:, 0]
             without.append((rows, -fewer if fewer @ scores[rows] < 0 else fewer))
         return cls(target, scores, group, without)
 
