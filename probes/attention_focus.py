@@ -117,7 +117,10 @@ def measure(view: ProbeInput) -> Result:
     elif layers > 1:
         statistics = {name: partial(lambda of, c, rows: focusing(c[of], rows), of) for name, of in FOCUSING.items()}
     statistics["weight on the first token"] = lambda c, rows: float(c["first"][-1, rows].mean())
-    entropy, first = (_mean(view.capture, site, long) for site in (Site.ATTENTION_ENTROPY, Site.ATTENTION_FIRST))
+    entropy, first = (  # [layer head] means over prompts
+        np.stack([layer.double().numpy()[long].mean(0) for layer in view.capture.layers(site)])
+        for site in (Site.ATTENTION_ENTROPY, Site.ATTENTION_FIRST)
+    )
     unit, said = "fraction of log2 T", "attention entropy over log2 of tokens seen"
     of_t, of_rest = ((HARDEST_OF_THREE, band(name)) for name in ("all", "rest"))
     beside, without_first = "normalised_no_context", "attention entropy without the first token"
@@ -210,8 +213,3 @@ def focusing(curve: np.ndarray, rows: np.ndarray | slice) -> float:
     if first <= 0:
         raise UserError("the first layer's attention has no entropy, so it cannot narrow")
     return float(1 - last / first)
-
-
-def _mean(capture: Capture, site: Site, long: np.ndarray) -> np.ndarray:
-    """[layer head] mean over prompts."""
-    return np.stack([layer.double().numpy()[long].mean(0) for layer in capture.layers(site)])

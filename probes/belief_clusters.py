@@ -23,9 +23,9 @@ from llmgeom.probe import (
     Unavailable,
     UserError,
 )
-from llmgeom.probes.shared.matrices import final_tokens
 from llmgeom.probes.shared.nulls import compare
 from llmgeom.probes.shared.representation_geometry import pca
+from llmgeom.probes.shared.rows import final_tokens
 from llmgeom.result import Estimate, Figure, Result, labelled, line
 from llmgeom.stats.manifold import distances
 from llmgeom.stats.resampling import band, interval_ends, jackknife, permute_clusters

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,8 @@ from jaxtyping import Float
 
 from llmgeom.claims import Null, declared, estimate, planned
 from llmgeom.probe import UNTRAINED, WHOLE, Batch, Model, Needs, ProbeInput, Site, UserError, exact_answers
-from llmgeom.probes.shared.matrices import input_at_rows
 from llmgeom.probes.shared.nulls import null_band
+from llmgeom.probes.shared.rows import input_at_rows
 from llmgeom.result import Estimate, Labelled, Result, labelled, line
 from llmgeom.stats.information import best_of_input, bits, kl
 from llmgeom.stats.rare_failures import RareFailures
@@ -34,21 +34,18 @@ Statistic = Callable[[np.ndarray], np.ndarray]  # means over sequences [... colu
 def measured(
     probe: str,
     name: str,
-    statistic: Statistic,
     values: np.ndarray,
     untrained: Sequence[np.ndarray],
+    statistic: Statistic = np.asarray,
     transform: Transform = "identity",
 ) -> Estimate:
-    """Estimate of a function of means over rows, one row per sequence; the same of untrained copies is its control."""
+    """Estimate of a function of means over rows (by default of the mean itself), one row per sequence; the same of
+    untrained copies is its control."""
     claim, value = declared(probe)[name], float(statistic(values.mean(0)))
     draws = np.array([statistic(control.mean(0)) for control in untrained])
     interval = jackknife_of_means(statistic, values, transform)
     null = Null.of(UNTRAINED, draws, claim.side)
     return estimate(claim, value, interval, [null], n=len(values), clusters=len(values))
-
-
-def mean(means: np.ndarray) -> np.ndarray:
-    return means
 
 
 def numbered(queries: int) -> dict[str, tuple]:
@@ -93,7 +90,7 @@ def measure_past(
     segments, controls = means(kl), [means(control) for control in untrained]
     within, first, plateau = segments.mean(0)
     past = [divergence[:, trained:].mean(1) for divergence in (kl, *untrained)]
-    estimates, notes = [measured(PROBE, "KL past the horizon", mean, past[0], past[1:])], []
+    estimates, notes = [measured(PROBE, "KL past the horizon", past[0], past[1:])], []
     trivial_within = float(trivial[:, :trained].mean())
     if within < AS_EXACT:
         notes.append("no ratio: within the horizon the answers are exact")
@@ -106,7 +103,7 @@ def measure_past(
     else:
         estimates += [
             _first_past(segments),
-            measured(PROBE, LATER, lambda means: _over(means, 2), segments, controls, "log"),
+            measured(PROBE, LATER, segments, controls, lambda means: _over(means, 2), "log"),
         ]
     of_last = "mean KL of the last half of the queries past the horizon"
     return Result.of(
@@ -157,18 +154,11 @@ def _over(means: np.ndarray, column: int) -> np.ndarray:
 # ---- in a scan -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Reach:
-    """The number of first queries with a training loss, and the task of the training ("" if unknown)."""
+def reach(subject: Model, batch: Batch) -> tuple[int, str]:
+    """The number of first queries with a training loss, and the task of the training ("" if unknown).
 
-    queries: int
-    task: str
-
-
-def reach(subject: Model, batch: Batch) -> Reach:
-    """The task's number of trained queries, or that of the model's folder if it is less and the task is the same.
-
-    Raises UserError for a process in text, whose training loss is unknown.
+    The number is the task's, or that of the model's folder if it is less and the task is the same. Raises
+    UserError for a process in text, whose training loss is unknown.
     """
     source = batch.source
     if "trained" not in source:
@@ -176,7 +166,7 @@ def reach(subject: Model, batch: Batch) -> Reach:
     queries, task = int(source["trained"]), str(subject.facts.get("trained_on", ""))
     if task.partition(":")[0] == source["name"].partition(":")[0]:
         queries = min(queries, subject.facts["trained_queries"])
-    return Reach(queries, task)
+    return queries, task
 
 
 NEEDS = Needs(
@@ -192,15 +182,15 @@ def measure(view: ProbeInput) -> Result:
     """Raises UserError if every query was trained on, answers are real numbers, or an answer is infinitely wrong."""
     if WHOLE not in view.samples:
         raise UserError(NO_TASK)
-    sample, horizon = view.samples[WHOLE], view.observations
+    sample, (horizon, trained_on) = view.samples[WHOLE], view.observations
     exact = sample.capture.exact
     if not exact.outcomes:
         raise UserError("this task asks for real numbers; llmgeom grade measures it past the horizon too")
     n = len(sample.capture.batch)
     queries = len(sample.capture.prompt) // n
-    if queries <= horizon.queries:
+    if queries <= horizon:
         raise UserError(
-            f"all {queries} queries are within the {horizon.queries} that a loss was on: nothing lies past the "
+            f"all {queries} queries are within the {horizon} that a loss was on: nothing lies past the "
             "horizon; name longer sequences of the task with --task, e.g. hmm:steps=24"
         )
     p, position = exact.predictive.double(), sample.capture.position.numpy()
@@ -214,5 +204,5 @@ def measure(view: ProbeInput) -> Result:
     # What a look-up of the last observation reaches at best.
     local = best_of_input(p.numpy(), position, input_at_rows(sample.capture).numpy(), LEAST_ALIKE)
     trivial = bits(kl(p.numpy(), local)).reshape(n, queries)
-    unknown = ["what the model was trained on is not known: the horizon is the task's own"] * (not horizon.task)
-    return measure_past(model, untrained, trivial, horizon.queries, unknown)
+    unknown = ["what the model was trained on is not known: the horizon is the task's own"] * (not trained_on)
+    return measure_past(model, untrained, trivial, horizon, unknown)

@@ -8,7 +8,7 @@ import numpy as np
 
 from llmgeom.claims import Null, declared
 from llmgeom.probe import UNTRAINED, WHOLE, Capture, Needs, ProbeInput, Site, Unavailable, UserError, exact_answers
-from llmgeom.probes.shared.nulls import compare, null_band, permutation_null, ratio_of
+from llmgeom.probes.shared.nulls import compare, cross_selected, null_band, permutation_null, ratio_of
 from llmgeom.result import Figure, Result, labelled, line
 from llmgeom.stats.ridge_probe import folds
 
@@ -72,7 +72,7 @@ def measure(view: ProbeInput) -> Result:
         note += "the same positions bear in every sequence, so that a rule about positions does as well as content"
     else:
         heads = attention.shape[1]
-        which = ", ".join(f"L{i // heads}H{i % heads}" for i in best_head(model[1], half)[1])
+        which = ", ".join(f"L{i // heads}H{i % heads}" for i in cross_selected(model[1].reshape(-1, n), half, 0)[1])
         note += f"best head, as found on one half of the sequences and on the other: {which}"
 
     def by_layer(total: np.ndarray) -> np.ndarray:
@@ -86,7 +86,7 @@ def measure(view: ProbeInput) -> Result:
     if len(model[0]) > 1:
         forms[CHANGE] = lambda total, _: (total[-1] - total[0]).mean(0)
     if not alike:
-        forms[BEST] = lambda _, content: best_head(content, half)[0]
+        forms[BEST] = lambda _, content: cross_selected(content.reshape(-1, n), half, 0)[0]
     estimates = []
     for name, form in forms.items():
         value, *draws = (form(*each).sum() / queries.sum() for each in (model, *controls, *exchanged))
@@ -135,13 +135,3 @@ def against_even(place: np.ndarray, bearing: np.ndarray, back: int) -> np.ndarra
     bears = bearing & counts
     share = bears.sum(1, keepdims=True) / np.maximum(counts.sum(1, keepdims=True), 1)
     return np.where(counts, bears - share, 0.0)
-
-
-def best_head(content: np.ndarray, half: np.ndarray) -> tuple[np.ndarray, list[int]]:
-    """[sequence] the value of the head that is largest on the other half; and the heads that halves 0 and 1 select.
-
-    content: [layer head sequence]. On the sequences that select it, the largest value is biased upwards.
-    """
-    heads = content.reshape(-1, content.shape[-1])
-    selected = [int(heads[:, half == part].sum(1).argmax()) for part in (0, 1)]
-    return np.where(half == 0, heads[selected[1]], heads[selected[0]]), selected

@@ -12,12 +12,11 @@ import numpy as np
 
 from llmgeom.claims import Null, declared, estimate
 from llmgeom.probe import MATCHED, UNTRAINED, Capture, Needs, ProbeInput, Site, Unavailable, UserError
-from llmgeom.probes.shared.matrices import captured, final_tokens, last_layer, layer_matrices
 from llmgeom.probes.shared.nulls import null_band
 from llmgeom.probes.shared.representation_geometry import measure_geometry, numbers_of, pca
+from llmgeom.probes.shared.rows import captured, final_tokens, last_layer, layer_matrices
 from llmgeom.result import Labelled, Result, labelled, line
-from llmgeom.stats.manifold import intrinsic_dimension
-from llmgeom.stats.pca import share_intervals
+from llmgeom.stats.manifold import intrinsic_dimension, share_intervals
 from llmgeom.stats.resampling import Interval
 
 NEEDS = Needs(
@@ -200,7 +199,7 @@ def gain_interval(domain: tuple[float, Interval], mixed: tuple[float, Interval])
     """Interval of a - b for two independent samples, from each one's value and interval (a, [l, u]), (b, [m, v]).
 
     [a - b - sqrt((a - l)^2 + (v - b)^2), a - b + sqrt((u - a)^2 + (b - m)^2)]: Zou and Donner (2008) recover each
-    side's variance from the limits, which keeps their skewness. Here the limits are `pca.share_intervals`.
+    side's variance from the limits, which keeps their skewness. Here the limits are `stats.manifold.share_intervals`.
     Measured at d = 128, coverage of 95 % intervals of the difference in PC1, PC1+PC2 and participation ratio, over 400
     repetitions (the bootstrap: percentiles, over 150):
 

@@ -24,10 +24,8 @@ from torch import Tensor
 from llmgeom.batch import Batch, Posterior, Text
 from llmgeom.errors import UserError, unknown
 from llmgeom.flags import changed_fields
-from llmgeom.prompts import nonce
-from llmgeom.prompts.chance import shuffled
-from llmgeom.prompts.nonce import Part
-from llmgeom.prompts.surfaces import LEAST_SETS, ORDINALS, SURFACES, answer_tokens, mark_sets
+from llmgeom.prompts.domains import shuffled
+from llmgeom.prompts.surfaces import LEAST_SETS, ORDINALS, SURFACES, Part, answer_tokens, carriers, mark_sets
 from llmgeom.sampling import Lots
 from llmgeom.stats.information import bits, entropy
 from llmgeom.world import World
@@ -96,7 +94,7 @@ def sample(
             block, place = divmod(i, len(turn))
             own, written = (sets[turn[(place + step) % len(turn)]] for step in (0, condition == "remap"))
             marks, surface = [written[j] for j in order], surfaces[(block + place) % len(surfaces)]
-            nouns, shown = shuffled(rng, nonce.carriers(Part.HELD_OUT)), [marks[outcome] for outcome in seen[i]]
+            nouns, shown = shuffled(rng, carriers(Part.HELD_OUT)), [marks[outcome] for outcome in seen[i]]
             statement = world.statement(inputs[i], marks)
             items = [nouns[item] for item in drawn.items[i]]
             two = {"first": marks[0], "second": marks[1], "n1": seen[i].count(0)} if len(marks) == 2 else {}

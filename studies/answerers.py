@@ -77,7 +77,7 @@ ANSWERERS: dict[str, Rule] = {
 
 def says(z: np.ndarray, mass: float = MASS) -> LabelPredictions:
     """Predictions with these log odds."""
-    return LabelPredictions(log_softmax(z, 1), np.full(len(z), mass), np.zeros(len(z)))
+    return LabelPredictions(log_softmax(z, 1), np.full(len(z), mass))
 
 
 def answered(name: str, batch: Batch, seed: int, noise: float = NOISE) -> LabelPredictions:

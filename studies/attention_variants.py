@@ -29,10 +29,10 @@ from llmgeom.files import write_whole
 from llmgeom.model.capture import Site
 from llmgeom.model.model import Model
 from llmgeom.model.tokenizing import fitting
-from llmgeom.prompts import grammar, pool
-from llmgeom.prompts.domains import MIXED
+from llmgeom.prompts import pool
+from llmgeom.prompts.domains import MIXED, templates
 from llmgeom.run import run_probes
-from llmgeom.stats.pca import shares
+from llmgeom.stats.manifold import shares
 from studies import corpus, evaluate, pocket
 from studies.attention_contrasts import COLUMNS, KINDS, PER_HEAD, SIGNATURES, Cell, analyse, table
 from studies.training_data import TrainingData, domains, examination, training_data
@@ -174,7 +174,7 @@ def train(folder: Path, about: Cell, spec: Spec, material: Material) -> None:
     began = time.process_time()
     read, model = material.training_data(spec.seed), spec.start()
     curve = pocket.train(model, read, spec)
-    once = sum(len(grammar.templates(domain)) - len(corpus.held_out(domain)) for domain in domains())
+    once = sum(len(templates(domain)) - len(corpus.held_out(domain)) for domain in domains())
     rivals = evaluate.rivals(material.reader, material.examination, read.ids, once)["held-out"]
     trained = {
         **about,

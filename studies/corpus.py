@@ -3,9 +3,7 @@
 from collections.abc import Collection, Iterator
 from random import Random
 
-from llmgeom.prompts.chance import sha256, shuffled
-from llmgeom.prompts.domains import Domain, members
-from llmgeom.prompts.grammar import fill, templates
+from llmgeom.prompts.domains import Domain, fill, members, sha256, shuffled, templates
 
 
 def held_out(domain: str) -> frozenset[str]:

@@ -14,7 +14,7 @@ import numpy as np
 
 import llmgeom
 from llmgeom.probe import Site
-from llmgeom.probes.shared.matrices import last_layer
+from llmgeom.probes.shared.rows import last_layer
 from llmgeom.prompts.domains import Domain
 from llmgeom.prompts.pool import stratify
 from llmgeom.stats.ridge_probe import REPEATS, decodability, folds, read, repeated_folds

@@ -37,7 +37,7 @@ from llmgeom.model.model import Model
 from llmgeom.model.weights import norm_gain
 from llmgeom.probe import Site
 from llmgeom.probes.interventions.axis import Axis
-from llmgeom.probes.shared.matrices import last_layer
+from llmgeom.probes.shared.rows import last_layer
 from llmgeom.prompts.domains import Domain
 from llmgeom.prompts.pool import stratify
 from llmgeom.stats.resampling import mean_intervals

@@ -13,11 +13,12 @@ import transformers
 from llmgeom.batch import Batch
 from llmgeom.errors import UserError
 from llmgeom.model.model import Model
-from llmgeom.prompts import nonce
+from llmgeom.prompts import surfaces
 from llmgeom.prompts.domains import MIXED, Domain
-from llmgeom.prompts.nonce import Part
+from llmgeom.prompts.surfaces import Part
 from llmgeom.stats.information import best_constant, bits, entropy, kl, skill
 from llmgeom.stats.resampling import jackknife
+from studies import label_sequences
 from studies.label_sequences import Evidence
 from studies.ngram import KneserNey
 
@@ -50,7 +51,7 @@ class Demands:
 
 DEMANDS = Demands()
 # For a model trained on uninformative label sequences: as good in text, and no use of evidence.
-INDIFFERENT = Demands(skills={name: (-0.1, 0.1) for name in nonce.FORMATS})
+INDIFFERENT = Demands(skills={name: (-0.1, 0.1) for name in label_sequences.FORMATS})
 
 
 def skill_by_count(exact: np.ndarray, model: np.ndarray, count: np.ndarray) -> float:
@@ -167,7 +168,7 @@ def answers(subject: Model, batch: Batch, at_once: int = 64) -> tuple[np.ndarray
     """
     ids, end = subject.tokenizer(list(batch.text))["input_ids"], subject.tokenizer.eos_token_id
     named = zip(batch.columns["first"], batch.columns["second"], strict=True)
-    label = {word: subject.tokenizer(f" {word}")["input_ids"] for word in nonce.LABELS}
+    label = {word: subject.tokenizer(f" {word}")["input_ids"] for word in surfaces.LABELS}
     if several := [word for word, row in label.items() if len(row) > 1]:
         raise UserError(f"the labels {', '.join(several)} are several tokens each; learn the tokenizer on more texts")
     outcome = torch.tensor([label[first] + label[second] for first, second in named])
@@ -193,12 +194,13 @@ def evidence(subject: Model, per_cell: int, sets: Collection[str] = tuple(PARTS)
         label_mass: mean probability of the two labels together (fraction).
         kl_bits: mean KL(exact || model) in bits, and that of the best constant.
     """
-    return {name: {which: _graded(subject, name, which, per_cell) for which in sets} for name in nonce.FORMATS}
+    names = label_sequences.FORMATS
+    return {name: {which: _graded(subject, name, which, per_cell) for which in sets} for name in names}
 
 
 def _graded(subject: Model, name: str, which: str, per_cell: int) -> dict[str, Any]:
     source = Evidence(name, *PARTS[which])
-    pairs = len(nonce.pairs(source.pairs))
+    pairs = len(surfaces.pairs(source.pairs))
     batch = source.sample(per_cell * min(pairs, PAIRS) * (source.most - source.least + 1), 0)
     model, mass = answers(subject, batch)
     exact, k = batch.exact.predictive[:, -1].numpy(), np.array(batch.columns["k"])

@@ -11,9 +11,7 @@ import transformers
 from torch import Tensor
 
 from llmgeom.model import hub
-from llmgeom.prompts import nonce
-from llmgeom.prompts.nonce import CONSONANTS, VOWELS, Part
-from llmgeom.prompts.surfaces import SURFACES
+from llmgeom.prompts.surfaces import LABELS, SURFACES, Part, carriers
 from llmgeom.sampling import Lots
 from llmgeom.stats.information import bits, entropy
 from llmgeom.wind_tunnels import load_world
@@ -22,6 +20,7 @@ from llmgeom.world import World
 from studies.training_data import training_data
 
 Shown = Callable[[int, Mapping[str, float]], None]
+CONSONANTS, VOWELS = "bdfgjklmnprstvwz", "aeiou"  # of words that are made up
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ def made_up(count: int, rng: Random) -> list[str]:
     words: dict[str, None] = {}
     while len(words) < count:
         word = "".join(rng.choice(CONSONANTS) + rng.choice(VOWELS) for _ in range(rng.choice((2, 3))))
-        if not word.startswith(nonce.LABELS):
+        if not word.startswith(LABELS):
             words[word] = None
     return list(words)
 
@@ -105,8 +104,8 @@ def lesson(world: World, rng: Random, says: bool = True) -> Lesson:
     if not says:
         shown = [rng.randrange(len(outcomes)) for _ in shown]
         exact = np.full_like(exact, 1 / len(outcomes))
-    marks, count = rng.sample(nonce.LABELS, len(outcomes)), max(items) + 1
-    nouns = rng.sample(nonce.carriers(Part.TRAINED), count) if rng.random() < 0.5 else made_up(count, rng)
+    marks, count = rng.sample(LABELS, len(outcomes)), max(items) + 1
+    nouns = rng.sample(carriers(Part.TRAINED), count) if rng.random() < 0.5 else made_up(count, rng)
     surface = SURFACES[rng.choice(list(SURFACES))]
     statement = world.statement(drawn.inputs[0], marks)
     ids = list(_tokens((surface.remark.format(statement) if statement else "") + surface.lead(marks)))

@@ -25,11 +25,12 @@ from torch import Tensor
 from llmgeom.errors import UserError
 from llmgeom.files import write_whole
 from llmgeom.model.model import Model
-from llmgeom.prompts import nonce
-from llmgeom.prompts.grammar import templates
-from llmgeom.prompts.nonce import Part
+from llmgeom.prompts import surfaces
+from llmgeom.prompts.domains import templates
+from llmgeom.prompts.surfaces import Part
 from studies import corpus, evaluate
 from studies.evaluate import DEMANDS, INDIFFERENT, Demands, missed, stored
+from studies.label_sequences import FORMATS, leads
 from studies.training_data import SETS, TrainingData, apart, domains, examination, sha256, training_data
 
 RIVALS = ("model", "trigram", "trigram_few", "fivegram_few", "unigram")
@@ -335,10 +336,10 @@ def _training_facts(spec: Pocket, subject: Model, data: TrainingData) -> dict[st
             "sha256_of_first_1000": sha256(data.texts[:1000]),
         },
         "evidence": {
-            "labels": list(nonce.LABELS),
-            "held_out_pairs": ["-".join(pair) for pair in nonce.pairs(Part.HELD_OUT)],
-            "held_out_carriers": list(nonce.carriers(Part.HELD_OUT)),
-            "held_out_lead_ins": {name: list(nonce.leads(name, Part.HELD_OUT)) for name in nonce.FORMATS},
+            "labels": list(surfaces.LABELS),
+            "held_out_pairs": ["-".join(pair) for pair in surfaces.pairs(Part.HELD_OUT)],
+            "held_out_carriers": list(surfaces.carriers(Part.HELD_OUT)),
+            "held_out_lead_ins": {name: list(leads(name, Part.HELD_OUT)) for name in FORMATS},
             "sha256_of_first_1000": sha256(data.sequences[:1000]),
         },
     }

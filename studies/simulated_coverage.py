@@ -11,11 +11,11 @@ import numpy as np
 from scipy.stats import gamma
 
 from llmgeom.probes.shared.representation_geometry import Axis
-from llmgeom.probes.shared.targets import Target
+from llmgeom.probes.shared.rows import Target
 from llmgeom.stats.manifold import intrinsic_dimension
 from llmgeom.stats.rare_failures import RareFailures
 from llmgeom.stats.resampling import jackknife, jackknife_of_means, mean_intervals, student_quantile
-from llmgeom.stats.tests import correlation_interval
+from llmgeom.stats.tests import correlation_interval, regrouped_interval
 
 POINTS = 75
 UNEQUAL = {
@@ -98,7 +98,7 @@ def component(rng: np.random.Generator, size: float) -> Sample:
     x = factors * [1, size] @ directions + rng.normal(size=(80, 32))
     y, cluster = factors[:, 0] + 0.7 * rng.normal(size=80), np.arange(80) // 2
     axis = Axis.of(x, Target(y, np.zeros(80, dtype=int), False), cluster, int(rng.integers(2**31)))
-    span, fixed = axis.interval(), correlation_interval(axis.scores, y, cluster)
+    span, fixed = regrouped_interval(*axis.rhos(), axis.group), correlation_interval(axis.scores, y, cluster)
     return axis.rhos()[0], (span.low, span.high), (fixed.low, fixed.high)
 
 

@@ -12,10 +12,8 @@ from jaxtyping import Bool, Float32, Int16
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from llmgeom.prompts import nonce
-from llmgeom.prompts.domains import MIXED, known
-from llmgeom.prompts.grammar import fill, templates
-from llmgeom.prompts.nonce import Part
+from llmgeom.prompts.domains import MIXED, fill, known, templates
+from llmgeom.prompts.surfaces import LABELS, Part, pairs
 from studies import corpus, label_sequences
 
 END = "<|endoftext|>"
@@ -116,7 +114,7 @@ def label_targets(
     labels, share = (np.zeros((*ids.shape, 2), dtype=kind) for kind in (np.int16, np.float32))
     place = np.zeros(len(ids), dtype=np.int64)
     pair, seen = np.zeros((len(ids), 2), dtype=np.int64), np.zeros((len(ids), 2))
-    links = {name: tokenizer(form.link)["input_ids"][-1] for name, form in nonce.FORMATS.items()}
+    links = {name: tokenizer(form.link)["input_ids"][-1] for name, form in label_sequences.FORMATS.items()}
     for t in range(ids.shape[1] - 1):
         begun = ids[:, t] == tokenizer.eos_token_id
         place[begun], seen[begun] = 0, 0
@@ -145,7 +143,7 @@ def _spread(rows: Tensor, chosen: Bool[Tensor, " window"]) -> Tensor:
 def apart(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> Bool[Tensor, "vocab vocab"]:
     """Which tokens are two labels that are never trained together."""
     found = torch.zeros(vocabulary, vocabulary, dtype=torch.bool)
-    for pair in nonce.pairs(Part.HELD_OUT):
+    for pair in pairs(Part.HELD_OUT):
         one, other = (tokenizer(f" {label}")["input_ids"][0] for label in pair)
         found[one, other] = found[other, one] = True
     return found
@@ -191,13 +189,13 @@ def learn_tokenizer(texts: Sequence[str], vocabulary: int, context: int) -> PreT
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary - len(nonce.LABELS),
+        vocab_size=vocabulary - len(LABELS),
         special_tokens=[END],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     bpe.train_from_iterator(texts, trainer)
-    bpe.add_tokens([AddedToken(f" {label}", normalized=False) for label in nonce.LABELS])
+    bpe.add_tokens([AddedToken(f" {label}", normalized=False) for label in LABELS])
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe, bos_token=END, eos_token=END, unk_token=END, model_max_length=context
     )

@@ -24,7 +24,7 @@ from llmgeom.batch import Batch
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit, Where
 from llmgeom.model.model import Model
-from llmgeom.probes.shared.matrices import last_layer
+from llmgeom.probes.shared.rows import last_layer
 from llmgeom.prompts import pool
 from llmgeom.prompts.domains import Domain
 from llmgeom.stats.ridge_probe import decodability, folds

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from llmgeom.wind_tunnels.models import build
+from llmgeom.wind_tunnels.models.architectures import build
 
 V, T = 11, 13
 SHAPE = {"vocabulary": V, "length": T, "width": 32}

@@ -9,7 +9,7 @@ import jaxtyping
 import numpy as np
 from scipy import stats as scipy_stats
 
-from llmgeom.stats import pca
+from llmgeom.stats import manifold
 
 T = TypeVar("T")
 LOOKS = (0.4, 0.7)  # of all repetitions
@@ -92,9 +92,9 @@ def factor_model(rng, kind):
 def coverage(kind, repetitions):
     """How often each interval holds the expected value at this n and d, by simulation of the expectation."""
     rng = draws(13)
-    truth = np.mean([pca._share_summary(factor_model(rng, kind)) for _ in range(3000)], axis=0)
+    truth = np.mean([manifold._share_summary(factor_model(rng, kind)) for _ in range(3000)], axis=0)
     hits = np.zeros(3)
     for _ in shapes_checked(range(repetitions)):
-        found = pca.share_intervals(factor_model(rng, kind), np.arange(UNITS))
+        found = manifold.share_intervals(factor_model(rng, kind), np.arange(UNITS))
         hits += [one.low <= expected <= one.high for one, expected in zip(found, truth, strict=True)]
     return hits / repetitions

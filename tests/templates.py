@@ -2,8 +2,7 @@
 
 from random import Random
 
-from llmgeom.prompts.domains import known
-from llmgeom.prompts.grammar import fill, templates
+from llmgeom.prompts.domains import fill, known, templates
 
 FILES = [name for name in known() if name != "mixed"]
 EVERY = [template for name in FILES for template in templates(name)]

@@ -9,8 +9,8 @@ from llmgeom.errors import UserError
 from llmgeom.model.attention import Recorder, attached, recording
 from llmgeom.model.capture import Site
 from llmgeom.model.layers import blocks
-from llmgeom.wind_tunnels.models import ARCHITECTURES, build, matched
-from llmgeom.wind_tunnels.models.architectures import RowsForCausalLM
+from llmgeom.wind_tunnels.models import ARCHITECTURES
+from llmgeom.wind_tunnels.models.architectures import RowsForCausalLM, build, matched
 from tests.architectures import EXACT, SHAPE, T, V, inputs, made
 from tests.refusals import refused
 

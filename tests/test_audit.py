@@ -13,7 +13,7 @@ from llmgeom.plan import Plan
 from llmgeom.probe import ProbeInput
 from llmgeom.probes.evidence.predictions import MAIN, ExactAnswers, LabelPredictions, label_entropy
 from llmgeom.prompts import text
-from llmgeom.stats.pca import shares
+from llmgeom.stats.manifold import shares
 from llmgeom.wind_tunnels import load_world
 from studies.published import focus, keys, sula as published, values
 from tests.families import FAMILIES, ragged
@@ -158,16 +158,16 @@ def test_keys_are_compared_as_the_papers_code_compares_them(family):
 
 def heard(p: np.ndarray) -> LabelPredictions:
     log_p = np.log(np.stack([p, 1 - p], 1))
-    return LabelPredictions(log_p, np.ones(len(p)), np.ones(len(p)))
+    return LabelPredictions(log_p, np.ones(len(p)))
 
 
 def test_the_published_target_is_another_variable_and_a_constant_is_nearly_as_good():
     world = load_world("two-point", text=True)
     truth = {name: ExactAnswers(text.sample(world, 200, 0, condition=name)) for name in published.CONDITIONS}
     rng, n = np.random.default_rng(0), len(truth[MAIN].batch)
-    target = label_entropy(truth[MAIN].belief)
+    target = label_entropy(published.latent(truth[MAIN]))
     value = np.outer(target, rng.standard_normal(16)) + 0.05 * rng.standard_normal((n, 16)) + 3
-    model = {name: heard(np.exp(one.belief[:, 0])) for name, one in truth.items()}
+    model = {name: heard(np.exp(published.latent(one)[:, 0])) for name, one in truth.items()}
     # The right answer to the question that is asked, the next label, misses the published target.
     right = {name: heard(np.exp(one.log_p[:, 0])) for name, one in truth.items()}
     vectors = [value, *rng.standard_normal((3, n, 16))]

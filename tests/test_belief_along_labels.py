@@ -14,10 +14,10 @@ from llmgeom.errors import UserError
 from llmgeom.model.model import Model
 from llmgeom.probes.evidence import belief, depths
 from llmgeom.probes.evidence.belief import Coordinates
+from llmgeom.probes.evidence.depths import Line, blocks
 from llmgeom.probes.evidence.predictions import ExactAnswers, Read
 from llmgeom.prompts import text as in_text
 from llmgeom.stats.ridge_probe import decodability, folds
-from llmgeom.stats.shared_line import Line, blocks
 from llmgeom.wind_tunnels import load_world
 from studies import labels_along
 from tests.observed import observe

@@ -29,10 +29,10 @@ from llmgeom.probes.interventions.component_results import (
     SHARE,
     WEAKEST,
     block_fractions,
-    cross_selected,
     head_fractions,
 )
 from llmgeom.probes.interventions.halves import ESTIMATION, EVALUATION, halves
+from llmgeom.probes.shared.nulls import cross_selected
 from llmgeom.prompts import text as in_text
 from llmgeom.record import Record
 from llmgeom.result import SENTENCE

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from llmgeom.errors import UserError
-from llmgeom.prompts import documents
-from llmgeom.prompts.documents import WORDS
+from llmgeom.prompts.files import WORDS, read_documents
 
 NOUNS = (
     *("river", "stone", "light", "garden", "winter", "music", "paper", "window", "bread", "silver", "north"),
@@ -40,20 +39,20 @@ def spec(tmp_path_factory) -> str:
 
 def test_other_columns_of_the_documents_are_kept(tmp_path):
     rows = [{"text": text, "label": i % 3, "who": "ab"[i % 2], "spans": [i]} for i, text in enumerate(DOCUMENTS)]
-    batch = documents.read(jsonl(tmp_path / "labelled", rows), 20, seed=0)
+    batch = read_documents(jsonl(tmp_path / "labelled", rows), 20, seed=0)
     of = {row["text"]: row for row in rows}
     for prompt, label, who in zip(batch.text, batch.columns["label"], batch.columns["who"], strict=True):
         (row,) = (row for text, row in of.items() if text.startswith(prompt))
         assert (label, who) == (row["label"], row["who"])
     assert "spans" not in batch.columns and "spans" in batch.source["columns left out"]
     rows = [{"body": text, "domain": "law", "text": "x"} for text in DOCUMENTS]
-    batch = documents.read(f"{jsonl(tmp_path / 'own', rows)}::body", 20, seed=0)
+    batch = read_documents(f"{jsonl(tmp_path / 'own', rows)}::body", 20, seed=0)
     uses = " is a name that llmgeom uses itself"
     assert batch.source["columns left out"] == f"'text'{uses}; 'domain'{uses}"
 
 
 def test_a_prompt_is_the_opening_of_a_document_and_never_all_of_it(spec):
-    batch = documents.read(spec, 60, seed=0)
+    batch = read_documents(spec, 60, seed=0)
     assert len(batch) == 60
     lengths = []
     for text in batch.text:
@@ -66,11 +65,11 @@ def test_a_prompt_is_the_opening_of_a_document_and_never_all_of_it(spec):
 def test_the_seed_decides_whatever_the_global_generators(spec):
     random.seed(1)
     np.random.seed(1)
-    one = documents.read(spec, 30, seed=4)
+    one = read_documents(spec, 30, seed=4)
     random.seed(2)
     np.random.seed(2)
-    assert documents.read(spec, 30, seed=4) == one
-    other = documents.read(spec, 30, seed=5)
+    assert read_documents(spec, 30, seed=4) == one
+    other = read_documents(spec, 30, seed=5)
     assert other.text != one.text
     assert {t[:20] for t in one.text} != {t[:20] for t in other.text}, "other documents, not only other lengths"
 
@@ -79,7 +78,7 @@ def test_what_is_short_empty_hostile_or_met_before_is_passed_over(tmp_path):
     good = DOCUMENTS[:10]
     control = " ".join([*good[0].split()[:-1], "else"])
     bad = ["", "only eight words are in this very text", "a\0b " + prose(99), control, good[1], None]
-    found = documents.read(jsonl(tmp_path / "set", [{"text": text} for text in [*good, *bad]]), 16, seed=1)
+    found = read_documents(jsonl(tmp_path / "set", [{"text": text} for text in [*good, *bad]]), 16, seed=1)
     openings = [d for t in found.text for d in {*good, control} if d.startswith(t)]
     assert len(found) == 10
     assert len({" ".join(d.split()[:5]) for d in openings}) == 10
@@ -92,21 +91,21 @@ def test_a_config_is_named_or_the_refusal_lists_them(tmp_path):
     (tmp_path / "README.md").write_text(
         "---\nconfigs:\n- config_name: one\n  data_files: a.jsonl\n- config_name: two\n  data_files: b.jsonl\n---\n"
     )
-    assert all(any(d.startswith(t) for d in DOCUMENTS[:30]) for t in documents.read(f"{whole}:one", 20).text)
-    batch = documents.read(f"{whole}:two", 20)
+    assert all(any(d.startswith(t) for d in DOCUMENTS[:30]) for t in read_documents(f"{whole}:one", 20).text)
+    batch = read_documents(f"{whole}:two", 20)
     assert batch.source["config"] == "two"
     assert all(any(d.startswith(t) for d in DOCUMENTS[30:]) for t in batch.text)
     for asked, what in (("", "has several configs"), (":three", "has no such config")):
         with pytest.raises(UserError) as refusal:
-            documents.read(whole + asked, 20)
+            read_documents(whole + asked, 20)
         assert str(refusal.value) == f"{whole}{asked} {what} (it has 'one', 'two'); give hf:NAME:CONFIG"
 
 
 def test_a_column_is_found_named_or_the_refusal_lists_them(tmp_path):
     only = jsonl(tmp_path / "only", [{"n": 1, "body": d} for d in DOCUMENTS])
-    assert documents.read(only, 5).source["column"] == "body"
+    assert read_documents(only, 5).source["column"] == "body"
     several = jsonl(tmp_path / "several", [{"question": d, "answer": d[::-1], "n": 1} for d in DOCUMENTS])
-    assert all(any(d[::-1].startswith(t) for d in DOCUMENTS) for t in documents.read(f"{several}::answer", 20).text)
+    assert all(any(d[::-1].startswith(t) for d in DOCUMENTS) for t in read_documents(f"{several}::answer", 20).text)
     listed = "'question', 'answer', 'n'"
     remedy = "give hf:NAME:CONFIG:COLUMN (CONFIG may be empty)"
     for asked, sentence in (
@@ -115,7 +114,7 @@ def test_a_column_is_found_named_or_the_refusal_lists_them(tmp_path):
         ("::text", f"column 'text' holds no text; its columns: {listed}; {remedy}"),
     ):
         with pytest.raises(UserError) as refusal:
-            documents.read(several + asked, 20)
+            read_documents(several + asked, 20)
         assert str(refusal.value) == f"{several}{asked}: {sentence}"
 
 
@@ -123,7 +122,7 @@ def test_a_missing_text_in_the_first_row_does_not_make_another_column_the_text(t
     rows = [{"text": d if i % 2 else None, "title": "a title of more than eight words is no text"} for i, d in
             enumerate(DOCUMENTS)]  # fmt: skip
     spec = jsonl(tmp_path / "set", rows)
-    found = [documents.read(spec, 60, seed) for seed in range(4)]
+    found = [read_documents(spec, 60, seed) for seed in range(4)]
     assert [(batch.source["column"], len(batch)) for batch in found] == [("text", 30)] * 4
 
 
@@ -140,7 +139,7 @@ def test_what_holds_no_documents_is_refused(tmp_path):
         ("hf:a:b:c:d", f"hf:a:b:c:d: {shape}"),
     ):
         with pytest.raises(UserError) as refusal:
-            documents.read(asked, 20)
+            read_documents(asked, 20)
         assert str(refusal.value) == sentence
 
 
@@ -159,7 +158,7 @@ def test_without_a_network_the_refusal_comes_within_four_seconds(case, monkeypat
     offline = datasets.config.HF_HUB_OFFLINE
     start = time.monotonic()
     with pytest.raises(UserError) as refusal:
-        documents.read("hf:someone/something", 20, offline=case == "asked for")
+        read_documents("hf:someone/something", 20, offline=case == "asked for")
     assert time.monotonic() - start < 4
     assert str(refusal.value) == (
         "hf:someone/something is neither in the cache nor reachable without a network; use --prompts FILE or --domain"

@@ -12,11 +12,11 @@ from llmgeom.batch import Batch, Tokens
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.probe import MATCHED, ProbeInput
-from llmgeom.probes.shared.matrices import layer_matrices
 from llmgeom.probes.shared.representation_geometry import numbers_of, pca
+from llmgeom.probes.shared.rows import layer_matrices
 from llmgeom.probes.value_manifold import gain_interval, measure_gain
 from llmgeom.result import Result
-from llmgeom.stats.pca import share_intervals, shares
+from llmgeom.stats.manifold import share_intervals, shares
 from llmgeom.stats.resampling import Interval
 from tests.refusals import refused
 from tests.words import beyond

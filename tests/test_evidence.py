@@ -33,7 +33,7 @@ def batch():
 
 def says(p):
     p = np.clip(p, 1e-6, 1 - 1e-6)
-    return LabelPredictions(np.log(np.stack([p, 1 - p], 1)), np.ones(len(p)), np.ones(len(p)))
+    return LabelPredictions(np.log(np.stack([p, 1 - p], 1)), np.ones(len(p)))
 
 
 def strangers(n, count=20):

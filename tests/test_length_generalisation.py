@@ -18,7 +18,7 @@ from llmgeom.model.capture import Capture, Site
 from llmgeom.model.model import Model
 from llmgeom.probe import WHOLE, ProbeInput
 from llmgeom.probes import length_generalisation
-from llmgeom.probes.length_generalisation import RATIO, Reach, measure_past, reach
+from llmgeom.probes.length_generalisation import RATIO, measure_past, reach
 from llmgeom.record import Record
 from llmgeom.wind_tunnels.models.architectures import build
 from llmgeom.wind_tunnels.training import train
@@ -57,7 +57,7 @@ def view(mixed, trained: int = H, seed: int = 0, n: int = N) -> ProbeInput:
     noise = [torch.Generator().manual_seed(i) for i in range(20)]
     untrained = tuple(capture(batch, torch.randn(said.shape, generator=each).log_softmax(-1)) for each in noise)
     sample = ProbeInput(own, np.zeros(n * ASKED), untrained)
-    return ProbeInput(own, np.zeros(n * ASKED), samples={WHOLE: sample}, observations=Reach(trained, "hmm"))
+    return ProbeInput(own, np.zeros(n * ASKED), samples={WHOLE: sample}, observations=(trained, "hmm"))
 
 
 def found(given: ProbeInput) -> dict:
@@ -177,11 +177,11 @@ def test_the_horizon_is_the_task_s_or_what_the_folder_tells_of_the_same_task():
         wind_tunnels.load_world("hmm:steps=8").sample(2, 0),
         wind_tunnels.load_world("hmm:steps=8,horizon=3"),
     )
-    assert reach(told(), short) == Reach(8, "")
-    assert reach(told(trained_on="hmm:steps=5", trained_queries=5), short) == Reach(5, "hmm:steps=5")
-    assert reach(told(trained_on="hmm:steps=20", trained_queries=20), short).queries == 8
-    assert reach(told(trained_on="recall", trained_queries=5), short).queries == 8
-    assert reach(told(), horizon.sample(2, 0)).queries == 3 and reach(told(), horizon.truncated(2, 0)).queries == 3
+    assert reach(told(), short) == (8, "")
+    assert reach(told(trained_on="hmm:steps=5", trained_queries=5), short) == (5, "hmm:steps=5")
+    assert reach(told(trained_on="hmm:steps=20", trained_queries=20), short)[0] == 8
+    assert reach(told(trained_on="recall", trained_queries=5), short)[0] == 8
+    assert reach(told(), horizon.sample(2, 0))[0] == 3 and reach(told(), horizon.truncated(2, 0))[0] == 3
     assert wind_tunnels.load_world("recurrence:horizon=5").sample(2, 0).source["trained"] == 5
 
 

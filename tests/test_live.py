@@ -19,7 +19,7 @@ from llmgeom.record import Record
 from llmgeom.reports.packing import json_text
 from llmgeom.wind_tunnels import load_world
 from llmgeom.wind_tunnels.checkpoint import save_model
-from llmgeom.wind_tunnels.models import build
+from llmgeom.wind_tunnels.models.architectures import build
 from tests.pages import Tree
 from tests.refusals import refused
 from tests.test_page_browser import chromium, until, violations  # noqa: F401  (a fixture)

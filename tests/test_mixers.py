@@ -8,7 +8,7 @@ import transformers
 from torch import Tensor
 
 from llmgeom.errors import UserError
-from llmgeom.wind_tunnels.models import build
+from llmgeom.wind_tunnels.models.architectures import build
 from llmgeom.wind_tunnels.models.tunnel import LSTM, Mean, Slots, TunnelConfig
 from tests.architectures import EXACT, SHAPE, V, inputs, made
 from tests.refusals import refused

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from llmgeom.prompts import nonce
-from llmgeom.prompts.grammar import lexicon
-from llmgeom.prompts.nonce import FORMATS, LABELS, Part, carriers, leads, pairs
+from llmgeom.prompts.domains import lexicon
+from llmgeom.prompts.surfaces import LABELS, LEAST_PAIRS, Part, carriers, pairs
 from studies import corpus
-from studies.label_sequences import LONGEST, PRIORS, Evidence, sequences
+from studies.label_sequences import FORMATS, LONGEST, PRIORS, Evidence, leads, sequences
 from studies.training_data import domains
 
 READ = {
@@ -48,7 +47,7 @@ def test_half_of_the_pairs_and_nouns_are_held_out_and_every_label_is_trained():
     held, trained = pairs(Part.HELD_OUT), pairs(Part.TRAINED)
     assert abs(len(held) - len(trained)) <= 1 and not set(held) & set(trained)
     assert len({*held, *trained}) == len(LABELS) * (len(LABELS) - 1) // 2
-    assert min(Counter(label for pair in trained for label in pair).values()) >= nonce.LEAST_PAIRS
+    assert min(Counter(label for pair in trained for label in pair).values()) >= LEAST_PAIRS
     assert {label for pair in held for label in pair} == set(LABELS)
     assert abs(len(carriers(Part.HELD_OUT)) - len(carriers(Part.TRAINED))) <= 1
     assert not set(carriers(Part.HELD_OUT)) & set(carriers(Part.TRAINED))

@@ -9,7 +9,7 @@ from sklearn.decomposition import PCA
 from sklearn.preprocessing import StandardScaler
 
 from llmgeom.errors import UserError
-from llmgeom.stats import pca
+from llmgeom.stats import manifold
 from tests.refusals import refused
 from tests.simulated import coverage, draws
 
@@ -21,7 +21,7 @@ from tests.simulated import coverage, draws
 def test_shares_and_scores_are_those_of_scikit_learn(n, d, dtype):
     rng = draws(0)
     x = (rng.normal(size=(n, d)) @ rng.normal(size=(d, d)) + 3).astype(dtype)
-    found = pca.shares(x)
+    found = manifold.shares(x)
     reference = PCA(svd_solver="full").fit(StandardScaler().fit_transform(x.astype(np.float64)))
     expected = reference.transform(StandardScaler().fit_transform(x.astype(np.float64)))[:, :2]
     kept = min(n - 1, d)
@@ -36,16 +36,16 @@ def test_shares_and_scores_are_those_of_scikit_learn(n, d, dtype):
 @pytest.mark.parametrize(("n", "d"), [(25, 60), (60, 25)])
 def test_spectrum_is_that_of_the_correlation_matrix_whichever_matrix_was_decomposed(n, d):
     x = draws(1).normal(size=(n, d)) * np.arange(1, d + 1)
-    found = pca.shares(x)
+    found = manifold.shares(x)
     eigenvalues = np.sort(np.linalg.eigvalsh(np.corrcoef(x.T)))[::-1][: min(n - 1, d)]
     np.testing.assert_allclose(found.shares, eigenvalues / d, atol=1e-12)
     assert found.numbers[2] == pytest.approx(d**2 / np.square(np.corrcoef(x.T)).sum())
-    np.testing.assert_allclose(pca._share_summary(x), found.numbers)
+    np.testing.assert_allclose(manifold._share_summary(x), found.numbers)
 
 
 def test_scores_have_the_variance_of_their_component_and_a_stated_sign():
     x = draws(3).normal(size=(20, 50))
-    found, turned = pca.shares(x), pca.shares(-x)
+    found, turned = manifold.shares(x), manifold.shares(-x)
     np.testing.assert_allclose(found.scores.var(0), found.shares[:2] * 50)
     for column in found.scores.T:
         assert column[np.abs(column).argmax()] > 0
@@ -57,8 +57,8 @@ def test_rows_that_differ_by_rounding_share_a_score_and_no_others_do(width):
     rng = draws(30)
     distinct = rng.normal(size=(25, width)) + 3
     row = rng.permutation(np.repeat(np.arange(25), 4))
-    exact = pca.shares(distinct[row]).scores
-    rounded = pca.shares((distinct[row] * (1 + 1e-6 * rng.uniform(-1, 1, (100, width)))).astype(np.float32)).scores
+    exact = manifold.shares(distinct[row]).scores
+    rounded = manifold.shares((distinct[row] * (1 + 1e-6 * rng.uniform(-1, 1, (100, width)))).astype(np.float32)).scores
     for scores in (exact, rounded):
         assert len(np.unique(scores[:, 0])) == len(np.unique(scores[:, 1])) == 25
         for one in range(25):
@@ -69,20 +69,20 @@ def test_rows_that_differ_by_rounding_share_a_score_and_no_others_do(width):
 def test_constant_coordinates_are_dropped_and_counted():
     x = draws(5).normal(size=(20, 6))
     padded = np.hstack([x, np.full((20, 3), 0.1)]).astype(np.float32)
-    found = pca.shares(padded)
+    found = manifold.shares(padded)
     assert (found.d, found.dropped) == (6, 3)
-    np.testing.assert_allclose(found.shares, pca.shares(x.astype(np.float32)).shares)
+    np.testing.assert_allclose(found.shares, manifold.shares(x.astype(np.float32)).shares)
 
 
 def test_shares_refuse_what_has_no_spectrum():
     x = np.ones((5, 4))
     with refused(UserError, 4, 5):
-        pca.shares(x)
+        manifold.shares(x)
     with refused(UserError, 3, "(2, 4)"):
-        pca.shares(x[:2])
+        manifold.shares(x[:2])
     x[3, 2] = np.nan
     with refused(UserError, "nan", "row 3", "column 2"):
-        pca.shares(x)
+        manifold.shares(x)
 
 
 # Intervals
@@ -99,12 +99,12 @@ def test_share_intervals_match_a_loop_that_deletes_standardises_and_decomposes()
         ratios = PCA().fit(StandardScaler().fit_transform(x[clusters != unit])).explained_variance_ratio_
         replicates.append([ratios[0], ratios[0] + ratios[1], 1 / np.square(ratios).sum()])
     logs = np.log(replicates)
-    whole = pca.shares(x)
+    whole = manifold.shares(x)
     for i, value in enumerate(whole.numbers):
         error = math.sqrt(8 / 9 * sum((one - logs[:, i].mean()) ** 2 for one in logs[:, i]))
         units = 14**2 / (4 * 1**2 + 5 * 2**2)  # four clusters of one row and five of two
         half = scipy_stats.t.ppf(0.975, units - 1) * error
-        found = pca.share_intervals(x, clusters)[i]
+        found = manifold.share_intervals(x, clusters)[i]
         ends = [value * math.exp(-half), value * math.exp(half)]
         ends = [max(ends[0], 1), ends[1]] if i == 2 else [ends[0], min(ends[1], 1)]
         assert [found.low, found.high] == pytest.approx(ends)

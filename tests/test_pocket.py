@@ -15,7 +15,7 @@ from llmgeom.errors import UserError
 from llmgeom.model import hub
 from llmgeom.model.model import Model
 from llmgeom.probes.evidence.answers import RESOLUTION
-from llmgeom.prompts import nonce
+from llmgeom.prompts.surfaces import LABELS
 from llmgeom.wind_tunnels import names
 from studies import corpus, evaluate, label_sequences, pocket, pocket_evidence
 from studies.evaluate import Demands, missed, skill_by_count
@@ -101,7 +101,7 @@ OBSERVED = re.compile(r"(?::| is) (\w+)")
 def test_what_a_label_ought_to_be_is_bayes_rule_on_the_text_before_it(informative):
     """Read off the decoded text by a regular expression; the prior of the share on a grid, or its two points."""
     read = shared(40, 128, 1024, seed=0, at_once=3000, share=0.5, informative=informative)
-    ids = {label: read.tokenizer(f" {label}")["input_ids"][0] for label in nonce.LABELS}
+    ids = {label: read.tokenizer(f" {label}")["input_ids"][0] for label in LABELS}
     priors = {":": np.array([0.9, 0.1]), " is": (np.arange(20_000) + 0.5) / 20_000}
     places = 0
     for row, labelled in enumerate(read.evidence.tolist()):
@@ -165,10 +165,10 @@ def test_the_shipped_losses_are_those_of_its_card():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "name"), [*zip(("llama", "phi"), sorted(nonce.FORMATS), strict=True)])
+@pytest.mark.parametrize(("model", "name"), [*zip(("llama", "phi"), sorted(label_sequences.FORMATS), strict=True)])
 def test_the_shipped_skills_are_those_of_its_card(model, name, monkeypatch):
     folder, card = hub.POCKET / model, card_of(model)
-    monkeypatch.setattr(nonce, "FORMATS", {name: nonce.FORMATS[name]})
+    monkeypatch.setattr(label_sequences, "FORMATS", {name: label_sequences.FORMATS[name]})
     monkeypatch.setattr(evaluate, "PAIRS", OF_CARDS)
     again = evaluate.evidence(evaluate.stored(folder), card["spec"]["fillings"], sets=("held-out",))[name]["held-out"]
     assert again["skill"] == pytest.approx(card["skills"][name]["held-out"]["skill"], abs=1e-3)

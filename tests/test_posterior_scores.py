@@ -12,7 +12,7 @@ from llmgeom.errors import UserError
 from llmgeom.model.edits import Edit
 from llmgeom.model.model import Model
 from llmgeom.probes.posterior.grading import grade
-from llmgeom.wind_tunnels import models
+from llmgeom.wind_tunnels.models.architectures import build
 from llmgeom.wind_tunnels.worlds.bijection import Bijection
 from llmgeom.wind_tunnels.worlds.coin import Coin
 from llmgeom.world import Categorical, Sequences, World, held_out
@@ -205,5 +205,5 @@ def test_a_position_has_its_own_mean_and_a_constant_that_of_the_trained_queries(
 
 def test_rows_are_read_in_the_precision_of_the_weights():
     task = Mean()
-    model = models.build("gpt2", vocabulary=2, length=4, features=1, width=16, layers=1, heads=2, seed=0)
+    model = build("gpt2", vocabulary=2, length=4, features=1, width=16, layers=1, heads=2, seed=0)
     assert np.isfinite(grade(Model.of(model.to(torch.bfloat16)), task, 10).own.kl).all()

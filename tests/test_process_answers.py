@@ -28,7 +28,7 @@ from tests.refusals import refused
 
 def planted(log_p: np.ndarray, mass: float = 0.9) -> LabelPredictions:
     n = len(log_p)
-    return LabelPredictions(log_p, np.full(n, mass), np.zeros(n))
+    return LabelPredictions(log_p, np.full(n, mass))
 
 
 def noisy(log_p: np.ndarray, seed: int) -> np.ndarray:

@@ -14,8 +14,7 @@ import pytest
 import llmgeom
 from llmgeom.batch import Batch
 from llmgeom.prompts import files
-from llmgeom.prompts.domains import Distinct, Domain, known, members
-from llmgeom.prompts.grammar import templates
+from llmgeom.prompts.domains import Distinct, Domain, known, members, templates
 from llmgeom.provenance import caveats, filled_templates, shared_words
 from studies import corpus
 from tests.source import ROOT

@@ -14,6 +14,7 @@ from llmgeom.model.model import Model
 from llmgeom.probe import WHOLE, ProbeInput
 from llmgeom.probes import qk_alignment
 from llmgeom.probes.qk_alignment import BEST, CHANGE, LAST, PLACES
+from llmgeom.probes.shared.nulls import cross_selected
 from llmgeom.run import run_probes
 from llmgeom.wind_tunnels import load_world
 from tests.refusals import refused
@@ -162,14 +163,14 @@ def test_a_task_without_contrast_is_refused_and_one_layer_has_no_change():
 def test_a_head_that_chance_made_largest_is_not_above_its_null():
     """Best of 8 heads that know nothing: found and measured on the same sequences it would mostly be above 0."""
     half, rng = np.arange(40) % 2, np.random.default_rng(0)
-    above = [qk_alignment.best_head(rng.standard_normal((2, 4, 40)), half)[0].mean() for _ in range(400)]
+    above = [cross_selected(rng.standard_normal((8, 40)), half, 0)[0].mean() for _ in range(400)]
     assert abs(np.mean(above)) < 4 * np.std(above) / 20
-    each = rng.standard_normal((1, 3, 40))
-    each[0, 2, half == 0] += 9
-    each[0, 1, half == 1] += 9
-    value, which = qk_alignment.best_head(each, half)
-    assert which == [2, 1]
-    np.testing.assert_array_equal(value, np.where(half == 0, each[0, 1], each[0, 2]))
+    each = rng.standard_normal((3, 40))
+    each[2, half == 0] += 9
+    each[1, half == 1] += 9
+    value, which = cross_selected(each, half, 0)
+    assert which == (2, 1)
+    np.testing.assert_array_equal(value, np.where(half == 0, each[1], each[2]))
 
 
 def untrained(seed: int) -> Model:

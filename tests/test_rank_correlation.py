@@ -9,7 +9,7 @@ from scipy import optimize, stats as scipy_stats
 
 from llmgeom.claims import Null, declared, estimate, judge_estimates
 from llmgeom.errors import UserError
-from llmgeom.stats import pca, resampling, tests
+from llmgeom.stats import manifold, resampling, tests
 from tests.refusals import refused
 from tests.simulated import contains, draws
 
@@ -201,7 +201,7 @@ def test_the_jackknife_of_means_is_the_jackknife(transform):
 
 def test_jackknife_refuses_four_units():
     with refused(UserError, 4, 5):
-        pca.share_intervals(draws(0).normal(size=(8, 3)), [0, 0, 1, 1, 2, 2, 3, 3])
+        manifold.share_intervals(draws(0).normal(size=(8, 3)), [0, 0, 1, 1, 2, 2, 3, 3])
 
 
 @pytest.mark.parametrize("sizes", [[1] * 30 + [100, 60], [1] * 10 + [20] * 5], ids=["two large", "five large"])

@@ -10,10 +10,9 @@ from llmgeom.errors import UserError
 from llmgeom.probes.evidence import coordinates
 from llmgeom.probes.evidence.belief import Coordinates, measure_belief
 from llmgeom.probes.evidence.coordinates import HIDDEN, hidden
-from llmgeom.probes.evidence.depths import Ridge
+from llmgeom.probes.evidence.depths import Ridge, blocks
 from llmgeom.probes.evidence.predictions import Read
 from llmgeom.prompts import text as in_text
-from llmgeom.stats.shared_line import blocks
 from llmgeom.wind_tunnels import load_world
 from tests.refusals import refused
 

@@ -1,5 +1,7 @@
 """Metrics of entropy use the exact entropy within position, are refused where it does not vary, and need context."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -11,12 +13,12 @@ from llmgeom.model.model import Model
 from llmgeom.probes import known
 from llmgeom.probes.shared import representation_geometry
 from llmgeom.probes.shared.representation_geometry import R2, RHO, Axis
-from llmgeom.probes.shared.targets import Constant, Target, centred
+from llmgeom.probes.shared.rows import Constant, Target, centred
 from llmgeom.prompts import pool as pools
 from llmgeom.prompts.domains import Domain
 from llmgeom.run import run_probes
 from llmgeom.stats.ridge_probe import folds, permuted_decodability, read
-from llmgeom.stats.tests import correlation_test
+from llmgeom.stats.tests import correlation_test, regrouped_interval
 from llmgeom.wind_tunnels import load_world
 from tests.test_belief_clusters import tunnel_subject
 
@@ -71,7 +73,7 @@ def test_scores_without_a_group_have_the_sign_of_all_rows(monkeypatch):
     rng = np.random.default_rng(0)
     x, group = rng.normal(size=(47, 1)), np.zeros(47, dtype=int)
     target = Target(x[:, 0] + 0.3 * rng.normal(size=47), group, False)
-    monkeypatch.setattr(representation_geometry, "pc1", lambda x: x[:, 0] * (-1) ** len(x))
+    monkeypatch.setattr(representation_geometry, "pca", lambda x: SimpleNamespace(scores=x * (-1) ** len(x)))
     axis = Axis.of(x, target, np.arange(47), 0)
     assert len({len(rows) for rows, _ in axis.without}) == 2
     value, without = axis.rhos()
@@ -164,6 +166,6 @@ def test_the_interval_of_a_component_covers_where_the_next_has_nearly_its_varian
         x = factors * [1, 0.95] @ directions + rng.normal(size=(80, 32))
         target = Target(factors[:, 0] + 0.7 * rng.normal(size=80), np.zeros(80, dtype=int), False)
         axis = Axis.of(x, target, np.arange(80) // 2, seed)
-        drawn.append((axis.rhos()[0], axis.interval()))
+        drawn.append((axis.rhos()[0], regrouped_interval(*axis.rhos(), axis.group)))
     truth = np.mean([value for value, _ in drawn])
     assert np.mean([span.low <= truth <= span.high for _, span in drawn]) > 0.85

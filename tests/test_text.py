@@ -18,8 +18,8 @@ from llmgeom.model import hub
 from llmgeom.model.tokenizing import encode
 from llmgeom.probes.evidence.predictions import label_ids
 from llmgeom.probes.interventions.label_axis import _first_tokens
-from llmgeom.probes.shared.targets import Target
-from llmgeom.prompts import nonce, surfaces as words, text as in_text
+from llmgeom.probes.shared.rows import Target
+from llmgeom.prompts import surfaces as words, text as in_text
 from llmgeom.prompts.surfaces import SURFACES
 from llmgeom.stats.information import bits, entropy
 from llmgeom.wind_tunnels import load_world, names
@@ -70,7 +70,7 @@ def test_surfaces_and_clusters_are_balanced_and_clusters_share_no_word(spec, poc
     assert set(crossed.values()) == {1} and set(sizes.values()) == {3}  # every set stands once in every surface
     sets = [set(cluster.split("-")) for cluster in dict.fromkeys(batch.cluster)]
     assert len(set.union(*sets)) == sum(map(len, sets)) and len(sets) >= words.LEAST_SETS
-    together = nonce.pairs(nonce.Part.TRAINED)
+    together = words.pairs(words.Part.TRAINED)
     assert not [pair for pair in together for one in sets if {*pair} <= one]
     for i, marks in enumerate(batch.columns["marks"]):
         assert sorted(marks.split()) == sorted(batch.cluster[i].split("-"))
@@ -310,7 +310,7 @@ def prepended() -> PreTrainedTokenizerFast:
 @cache
 def _corpus() -> list[str]:
     lines = [text for name in names(text=True) for text in drawn(name, 20, 9).text]
-    return lines + [f"{noun}: {mark}" for noun in nonce.carriers(nonce.Part.HELD_OUT) for mark in nonce.LABELS[:60]]
+    return lines + [f"{noun}: {mark}" for noun in words.carriers(words.Part.HELD_OUT) for mark in words.LABELS[:60]]
 
 
 def _trained(tokenizer: Tokenizer, trainer) -> PreTrainedTokenizerFast:

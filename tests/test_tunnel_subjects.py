@@ -19,7 +19,7 @@ from llmgeom.model.model import Model
 from llmgeom.model.tokenizing import shuffle
 from llmgeom.probes import known
 from llmgeom.probes.posterior.grading import grade
-from llmgeom.probes.shared.matrices import final_tokens
+from llmgeom.probes.shared.rows import final_tokens
 from llmgeom.record import Record
 from llmgeom.run import run_probes
 from llmgeom.wind_tunnels.models import ARCHITECTURES

@@ -6,7 +6,7 @@ import torch
 from llmgeom.errors import Unavailable
 from llmgeom.model.capture import Site
 from llmgeom.model.model import Model
-from llmgeom.wind_tunnels.models import build
+from llmgeom.wind_tunnels.models.architectures import build
 from llmgeom.wind_tunnels.worlds.bijection import Bijection
 from llmgeom.wind_tunnels.worlds.hmm import HMM
 from tests.families import FAMILIES, prompts, ragged

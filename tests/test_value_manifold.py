@@ -17,7 +17,7 @@ from llmgeom.probe import ProbeInput
 from llmgeom.probes import value_manifold
 from llmgeom.probes.shared import representation_geometry
 from llmgeom.probes.shared.representation_geometry import OF_CURVE, OF_DRAW, PARTIAL, R2, RHO, Axis
-from llmgeom.probes.shared.targets import Target
+from llmgeom.probes.shared.rows import Target
 from llmgeom.probes.value_manifold import DIMENSION
 from llmgeom.stats.ridge_probe import decodability, repeated_folds
 from tests.refusals import refused

@@ -212,7 +212,7 @@ def perform(
     take.
     """
     from llmgeom.files import digest
-    from llmgeom.probes.evidence.profile import PROFILE, profile
+    from llmgeom.probes.evidence.answers import PROFILE, profile
     from llmgeom.run import read_all
 
     out, jobs = prepared or prepare(settings)
@@ -261,8 +261,7 @@ def question(subject: Model, world: World, settings: RunConfig) -> Plan:
 
 def lines(records: Sequence[Record]) -> Iterator[str]:
     """Accuracy, weight and resolution: by k, by surface, or by world."""
-    from llmgeom.probes.evidence.answers import BIAS, LOSS, MASS, PROCESS, RESOLUTION, WEIGHT
-    from llmgeom.probes.evidence.profile import found
+    from llmgeom.probes.evidence.answers import BIAS, LOSS, MASS, PROCESS, RESOLUTION, WEIGHT, found
     from llmgeom.reports.text import grid
 
     some = [record for record in records if PROCESS in record.results]

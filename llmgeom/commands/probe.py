@@ -142,14 +142,14 @@ def prepare(settings: RunConfig) -> Job:
         raise UserError("--answers and --target are two different measurements: run them one after the other")
     if settings.answers:
         settings.refuse_unread(OF_LABELS, f"--answers {settings.answers}")
-    from llmgeom.prompts import documents, files
+    from llmgeom.prompts import files
 
-    if settings.prompts.startswith(documents.PREFIX):
+    if settings.prompts.startswith(files.PREFIX):
         if settings.cluster:
             raise UserError(
                 f"--cluster {settings.cluster}: in a data set each document is its own cluster; leave it out"
             )
-        batch = documents.read(settings.prompts, MOST_DOCUMENTS, settings.seed, offline=settings.offline)
+        batch = files.read_documents(settings.prompts, MOST_DOCUMENTS, settings.seed, offline=settings.offline)
     else:
         batch = files.read(settings.prompts, settings.cluster)
         if (column := settings.target or settings.answers) and not files.tabular(settings.prompts):

@@ -138,9 +138,9 @@ def pools(settings: RunConfig, located: hub.Located) -> dict[str, Batch]:
             found[name] = domain.sample(size, settings.seed)
         return found
     if path.startswith(DOCUMENTS):  # of a data set of the hub
-        from llmgeom.prompts import documents
+        from llmgeom.prompts import files
 
-        pool = documents.read(path, most, settings.seed, offline=settings.offline)
+        pool = files.read_documents(path, most, settings.seed, offline=settings.offline)
         if len(pool) < (least := max(settings.n or FEWEST, FEWEST)):
             raise UserError(f"{path} gave {len(pool)} prompts of at least {least} that are needed")
         return {"+".join(re.findall(r"[\w.-]+", path.removeprefix(DOCUMENTS))): pool}

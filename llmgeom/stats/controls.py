@@ -66,13 +66,8 @@ class Null:
         """
         if not len(draws):
             return cls("", 0.0, 0.0, 0.0)
-        return cls(name, 0.0, 0.0, 0.0, side=side, noisy=noisy).drawn(draws)
-
-    def drawn(self, draws: np.ndarray) -> Null:
-        """The same control with these draws."""
-        low, high = band(draws)
-        centre, sample = float(np.median(draws)), tuple(map(float, draws))
-        return replace(self, low=low, high=high, centre=centre, draws=len(draws), sample=sample)
+        sample, centre = tuple(map(float, draws)), float(np.median(draws))
+        return cls(name, *band(draws), centre, draws=len(draws), sample=sample, side=side, noisy=noisy)
 
     @classmethod
     def number(cls, name: str, at: float, p: float | None = None) -> Null:

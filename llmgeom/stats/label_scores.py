@@ -142,7 +142,7 @@ def moved(
     400 simulated labels. An order that leaves a class in only one fold cannot be scored: it is drawn again, and after
     TRIES such orders clusters keep their labels.
 
-    Entry [draw, r] is the row whose label moves to row r. Few of them may differ: see `require_orders`.
+    Entry [draw, r] is the row whose label moves to row r. Few of them may differ: see `few_orders`.
     """
     rng, groups = np.random.default_rng(seed), rows_by_cluster(cluster, len(label))
     first = np.array([rows[0] for rows in groups])
@@ -183,19 +183,11 @@ def moved(
     return np.array([permutation() for _ in range(draws)])
 
 
-def require_orders(
-    label: Shaped[np.ndarray, " row"], cluster: Shaped[np.ndarray, " row"], fold: Fold | None = None
-) -> None:
-    """Raises UserError if the label has too few different orders (`few_orders`).
+def few_orders(label: Shaped[np.ndarray, " row"], cluster: Shaped[np.ndarray, " row"], fold: Fold | None = None) -> str:
+    """The reason if `moved` can make fewer than LEAST_ORDERS different labels (p < .01 is then impossible), else ''.
 
     A label that is constant in each of 10 clusters, two per fold, has 32 orders: its claim could never hold.
     """
-    if why := few_orders(label, cluster, fold):
-        raise UserError(why)
-
-
-def few_orders(label: Shaped[np.ndarray, " row"], cluster: Shaped[np.ndarray, " row"], fold: Fold | None = None) -> str:
-    """The reason if `moved` can make fewer than LEAST_ORDERS different labels (p < .01 is then impossible), else ''."""
     groups = rows_by_cluster(cluster, len(label))
     values = [label[rows].tolist() for rows in groups]
     exchangeable: dict[int, list] = {}

@@ -369,7 +369,11 @@ def _ridge_without(
     z, new, target = z - z.mean(0), new - z.mean(0), y - mean
     for strength in np.unique(penalty):
         of = penalty == strength
-        solver = _solver(z, strength)
+        # (Z' Z + penalty)^-1 Z' = Z' (Z Z' + penalty)^-1, by the smaller of the two.
+        if len(z) > z.shape[1]:
+            solver = np.linalg.solve(z.T @ z + strength * np.eye(z.shape[1]), z.T)
+        else:
+            solver = np.linalg.solve(z @ z.T + strength * np.eye(len(z)), z).T
         weights = solver @ target[:, of]
         prediction, left = mean[of] + new @ weights, target[:, of] - z @ weights
         for g in range(count):
@@ -378,10 +382,3 @@ def _ridge_without(
             change = np.linalg.solve(np.eye(len(lost)) - within, left[lost])
             found[g][:, of] = prediction - (new @ solver[:, lost] + even) @ change
     return found
-
-
-def _solver(z: Float[np.ndarray, "row coordinate"], penalty: float) -> Float[np.ndarray, "coordinate row"]:
-    """(Z' Z + penalty)^-1 Z' = Z' (Z Z' + penalty)^-1, by the smaller of the two."""
-    if len(z) > z.shape[1]:
-        return np.linalg.solve(z.T @ z + penalty * np.eye(z.shape[1]), z.T)
-    return np.linalg.solve(z @ z.T + penalty * np.eye(len(z)), z).T

@@ -35,8 +35,9 @@ class RareFailures:
     usual: float
     largest: float
 
-    def interval_of(self, of: Cut, level: float = 0.95) -> Interval:
-        """Interval of a clipped number, e.g. of a mean (`cut`)."""
+    def interval_of(self, of: Cut) -> Interval:
+        """95 % interval of a clipped number, e.g. of a mean (`cut`)."""
+        level = 0.95
         low, high = self._ends(of, (1 - level) / 2)
         counts = " and ".join(str(rest.rare) for rest in of.rests)
         method = f"Student below {self.usual:g}, binomial above it ({counts} of {len(of.rests[0].weights)})"

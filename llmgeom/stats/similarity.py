@@ -99,13 +99,13 @@ def cosines(x: Float[Any, "*set vector coordinate"], centre: bool = False) -> Fl
     x = x.double() if hasattr(x, "double") else np.asarray(x, dtype=np.float64)
     if x.shape[-2] < 2:
         raise UserError(f"{x.shape[-2]} vectors have no pair; |cosine| needs at least 2")
-    before = _lengths(x)
+    before = (x * x).sum(-1) ** 0.5
     if not math.isfinite(float(before.sum())):
         at = np.argwhere(~np.isfinite(_host(x)))[0]
         raise UserError(f"vector {at[-2]} holds {_host(x)[tuple(at)]}; a cosine needs finite numbers")
     if centre:
         x = x - x.mean(-2)[..., None, :]
-    length = _lengths(x) if centre else before
+    length = (x * x).sum(-1) ** 0.5 if centre else before
     largest = before.amax(-1) if hasattr(before, "amax") else before.max(-1)
     short = length <= NOTHING * largest[..., None]
     if bool(short.any()):
@@ -115,10 +115,6 @@ def cosines(x: Float[Any, "*set vector coordinate"], centre: bool = False) -> Fl
         )
     x = x / length[..., None]
     return abs(x @ x.swapaxes(-1, -2)).clip(max=1)
-
-
-def _lengths(x: Any) -> Any:
-    return (x * x).sum(-1) ** 0.5
 
 
 def _host(x: Any) -> np.ndarray:

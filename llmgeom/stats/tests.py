@@ -187,13 +187,12 @@ def tail_p(observed: float, null_values: Draws, side: Side = "upper") -> float:
     return float(plus_one(null >= observed - slack if side == "upper" else null <= observed + slack))
 
 
-def _folded(rho):
-    return np.sqrt(TRANSFORMS["fisher"][0](np.abs(rho)))
-
-
 SCALES: dict[str, tuple[Callable, Callable]] = {
     **TRANSFORMS,
-    "folded": (_folded, lambda root: np.tanh(np.square(np.maximum(root, 0.0)))),
+    "folded": (
+        lambda rho: np.sqrt(TRANSFORMS["fisher"][0](np.abs(rho))),
+        lambda root: np.tanh(np.square(np.maximum(root, 0.0))),
+    ),
 }
 
 

@@ -22,7 +22,7 @@ from llmgeom.probe import (
     UserError,
     exact_answers,
 )
-from llmgeom.probes.evidence.depths import SHUFFLED, ByDepth
+from llmgeom.probes.evidence.depths import SHUFFLED, ByDepth, Line, blocks
 from llmgeom.probes.evidence.predictions import (
     CONTROL_PROMPTS,
     LABELS,
@@ -34,7 +34,6 @@ from llmgeom.probes.evidence.predictions import (
 )
 from llmgeom.probes.shared.nulls import compare
 from llmgeom.result import Estimate, Figure, Result, labelled
-from llmgeom.stats import shared_line
 from llmgeom.stats.information import bits
 
 BELIEF = "sula_belief"
@@ -111,13 +110,13 @@ def measure_belief(batch: Batch, model: Coordinates, read: Read, seed: int) -> R
         raise UserError("no prompt shows two observations, which this probe needs: give --k 2 or more")
     rows, some, activations = truth.observed, of_read.observed, model.along
     odds, cluster = _centred_odds(truth), truth.cluster[rows]
-    line = shared_line.Line(odds, truth.k[rows], held_out(batch, rows, seed))
+    line = Line(odds, truth.k[rows], held_out(batch, rows, seed))
     if line.spread < LEAST_SPREAD:
         raise UserError(
             f"the exact log odds vary by {bits(line.spread):.2g} bits given k; at least {bits(LEAST_SPREAD):.2g} are "
             "needed to read them: show more labels"
         )
-    fewer = shared_line.Line(_centred_odds(of_read), of_read.k[some], held_out(read.batch, some, seed))
+    fewer = Line(_centred_odds(of_read), of_read.k[some], held_out(read.batch, some, seed))
     own, cut = [z[rows] for z in activations], None if read.without is None else [z[some] for z in read.without.along]
     r2 = ByDepth.of(line, own, cluster, seed, fewer, [[z[some] for z in one.along] for one in read.untrained], cut)
 
@@ -168,4 +167,4 @@ def held_out(batch: Batch, rows: np.ndarray, seed: int) -> np.ndarray:
     """Blocks that hold out clusters, sets of labels and lead-ins together."""
     groupings: list[Any] = [batch.cluster, [tuple(sorted(words)) for words in label_words(batch)]]
     groupings += [batch.columns[name] for name in ("surface",) if name in batch.columns]
-    return shared_line.blocks([[grouping[i] for i in rows] for grouping in groupings], seed)
+    return blocks([[grouping[i] for i in rows] for grouping in groupings], seed)

@@ -41,11 +41,13 @@ NEEDS = Needs(
 
 
 def measure(data: ProbeInput) -> Result:
-    """Movement of the answers under changes with a known effect."""
-    truth, (model,) = by_sample(data, (MAIN, *VARIANTS), copies=0)
-    for name, of in truth.items():
-        rows = np.flatnonzero(of.k >= LEAST_SHOWN)
-        truth[name], model[name] = ExactAnswers(of.batch.take(rows)), model[name].of_rows(rows)
+    """Movement of the answers under changes with a known effect. Raises UserError: the prompts lack a sample."""
+    truth: dict[str, ExactAnswers] = {}
+    model: dict[str, LabelPredictions] = {}
+    for name, of in by_sample(data, (MAIN, *VARIANTS)).items():
+        rows = np.flatnonzero(ExactAnswers(of.capture.batch).k >= LEAST_SHOWN)
+        truth[name] = ExactAnswers(of.capture.batch.take(rows))
+        model[name] = LabelPredictions.of(of.capture).of_rows(rows)
     return measure_controls(truth, model, data.seed)
 
 

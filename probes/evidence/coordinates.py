@@ -11,10 +11,9 @@ import numpy as np
 from llmgeom.probe import Batch, Capture, ProbeInput, Site, UserError
 from llmgeom.probes.evidence import belief
 from llmgeom.probes.evidence.belief import Coordinates
-from llmgeom.probes.evidence.depths import ByDepth, Ridge
+from llmgeom.probes.evidence.depths import ByDepth, Line, Ridge, blocks
 from llmgeom.probes.evidence.predictions import MAIN, ExactAnswers, Read
 from llmgeom.result import Result
-from llmgeom.stats.shared_line import Line, blocks
 
 COORDINATES = "simplex"
 HIDDEN = "hidden state"
@@ -30,7 +29,7 @@ MEANINGS = {
 def collect(captures: Mapping[str, Capture], embedding: Mapping[str, np.ndarray]) -> Coordinates:
     """Those of `belief.collect`; if the process has hidden chains, with the residual stream."""
     found, capture = belief.collect(captures, embedding), captures[MAIN]
-    if hidden(capture.batch)[1] is None:
+    if hidden(capture.batch) is None:
         return found
     return replace(found, stream=np.stack([x.float().numpy() for x in capture.layers(Site.RESIDUAL)]))
 
@@ -55,25 +54,23 @@ def measure_simplex(batch: Batch, model: Coordinates, read: Read, seed: int) -> 
         own = [x[rows] for x in getattr(model, site)]
         return ByDepth.of(target, own, cluster, seed, fewer, untrained, without, DRAWS)
 
-    def line(p: np.ndarray) -> Line:
+    def line(p: np.ndarray, batch: Batch, rows: np.ndarray, k: np.ndarray) -> Line:
         return Line(p[rows] - 1 / p.shape[1], k, belief.held_out(batch, rows, seed))
 
-    def line_of_read(p: np.ndarray) -> Line:
-        return Line(p[some] - 1 / p.shape[1], few, belief.held_out(read.batch, some, seed))
-
-    answers = line(np.exp(truth.log_p))
+    main, controls = (batch, rows, k), (read.batch, some, few)
+    answers = line(np.exp(truth.log_p), *main)
     if answers.spread < LEAST_SPREAD:
         raise UserError(
             f"the exact probabilities vary by {answers.spread:.2g} at equal k; at least {LEAST_SPREAD:g} are needed to "
             "read them: show more observations"
         )
-    parts = {"along": by_depth(answers, line_of_read(np.exp(of_read.log_p)), "along")}
+    parts = {"along": by_depth(answers, line(np.exp(of_read.log_p), *controls), "along")}
     notes = [f"{len(rows)} prompts with evidence, {len(set(cluster))} clusters, seed {seed}"]
     unmeasured = {HIDDEN: "what is hidden in this process has one state for each answer"}
-    state, chain = hidden(batch)
-    state_read, chain_read = hidden(read.batch)
-    if state is not None and chain is not None and state_read is not None and chain_read is not None:
-        parts["state"] = by_depth(line(state), line_of_read(state_read), "along")
+    found, found_read = hidden(batch), hidden(read.batch)
+    if found is not None and found_read is not None:
+        (state, chain), (state_read, chain_read) = found, found_read
+        parts["state"] = by_depth(line(state, *main), line(state_read, *controls), "along")
         target, fewer = _centred(chain[rows], k), _centred(chain_read[some], few)
         varies = target.std(0) >= LEAST_SPREAD
         if still := ", ".join(str(i + 1) for i in np.flatnonzero(~varies)):
@@ -101,15 +98,15 @@ def measure_simplex(batch: Batch, model: Coordinates, read: Read, seed: int) -> 
     )
 
 
-def hidden(batch: Batch) -> tuple[np.ndarray | None, np.ndarray | None]:
+def hidden(batch: Batch) -> tuple[np.ndarray, np.ndarray] | None:
     """Exact probabilities of the hidden state of each label, [prompt label], and of each hidden chain, [prompt chain].
 
-    Both are None if the belief has no more states than there are labels.
+    None if the belief has no more states than there are labels.
     """
     exact = batch.exact
     labels = exact.predictive.shape[-1]
     if exact.belief is None or exact.belief.shape[-1] <= labels or exact.belief.shape[-1] % labels:
-        return None, None
+        return None
     joint = exact.belief[:, -1].exp().numpy().reshape(len(batch), -1, labels)
     return joint.sum(1), joint.sum(2)
 

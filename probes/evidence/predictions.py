@@ -30,29 +30,26 @@ class LabelPredictions:
     Attributes:
         log_p: [prompt label] log-probability of each label given that the next token is one of them, nats.
         mass: [prompt] probability that the next token is a label (fraction).
-        h_vocab: [prompt] entropy over the whole vocabulary, bits.
     """
 
     log_p: np.ndarray
     mass: np.ndarray
-    h_vocab: np.ndarray
 
     @classmethod
     def of(cls, capture: Capture) -> LabelPredictions:
         """Predictions from a capture with the observer LABELS."""
         log_p = capture.observed("labels.log_p").double().numpy()
         mass = np.logaddexp.reduce(log_p, 1)
-        return cls(log_p - mass[:, None], np.exp(mass), capture.entropy.numpy())
+        return cls(log_p - mass[:, None], np.exp(mass))
 
     def of_rows(self, rows: np.ndarray) -> LabelPredictions:
         """The predictions of these prompts, in this order."""
-        return LabelPredictions(self.log_p[rows], self.mass[rows], self.h_vocab[rows])
+        return LabelPredictions(self.log_p[rows], self.mass[rows])
 
     def or_else(self, other: LabelPredictions, instead: np.ndarray) -> LabelPredictions:
         """Where `instead` [prompt], those of another prediction."""
-        at = np.where(instead, len(self.mass), 0) + np.arange(len(self.mass))
-        pairs = zip((self.log_p, self.mass, self.h_vocab), (other.log_p, other.mass, other.h_vocab), strict=True)
-        return LabelPredictions(*(np.concatenate(pair)[at] for pair in pairs))
+        log_p = np.where(instead[:, None], other.log_p, self.log_p)
+        return LabelPredictions(log_p, np.where(instead, other.mass, self.mass))
 
     @property
     def p(self) -> np.ndarray:
@@ -130,13 +127,6 @@ class ExactAnswers:
         """[prompt label] exact log-probability of the next label, nats."""
         return self.batch.exact.predictive[:, -1].numpy()
 
-    @cached_property
-    def belief(self) -> np.ndarray:
-        """[prompt state] exact log-probability of the latent class, nats."""
-        belief = self.batch.exact.belief
-        assert belief is not None  # label sequences always have one
-        return belief[:, -1].numpy()
-
 
 @dataclass(frozen=True)
 class Read:
@@ -155,17 +145,9 @@ class Read:
         return cls(read.capture.batch, collect({MAIN: read.capture}, embedding), data.control_observations, cut)
 
 
-def by_sample(
-    data: ProbeInput, samples: Sequence[str], copies: int
-) -> tuple[dict[str, ExactAnswers], list[dict[str, LabelPredictions]]]:
-    """Exact answers by sample, and predictions by sample: of the model, then of the first `copies` untrained ones.
-
-    Raises UserError: the prompts come without one of the samples.
-    """
+def by_sample(data: ProbeInput, samples: Sequence[str]) -> dict[str, ProbeInput]:
+    """The input of each sample. Raises UserError: the prompts come without one of them."""
     of: dict[str, ProbeInput] = {MAIN: data, **data.samples}
     if absent := [name for name in samples if name not in of]:
         raise UserError(f"these prompts come without the samples {', '.join(absent)}; `llmgeom evidence` has them")
-    captures = [{name: of[name].capture for name in samples}]
-    captures += [{name: of[name].untrained[draw] for name in samples} for draw in range(copies)]
-    truth = {name: ExactAnswers(capture.batch) for name, capture in captures[0].items()}
-    return truth, [{name: LabelPredictions.of(one) for name, one in each.items()} for each in captures]
+    return {name: of[name] for name in samples}

@@ -29,8 +29,8 @@ from llmgeom.plan import Plan
 from llmgeom.probe import Batch, Capture, Model, Needs, Probe, ProbeInput, Site
 from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis, Mode, NoAxis, readout_direction
 from llmgeom.probes.interventions.halves import ESTIMATION, EVALUATION, PROMPT_SITES, Halves, Positions, check, halves
-from llmgeom.probes.shared.matrices import as_matrix
 from llmgeom.probes.shared.nulls import compare, log_if_positive, mean_of
+from llmgeom.probes.shared.rows import as_matrix
 from llmgeom.progress import within
 from llmgeom.record import Record
 from llmgeom.result import SENTENCE, Estimate, Labelled, Result, labelled, line
@@ -303,7 +303,7 @@ class AxisProbe:
             "share": np.mean([axis.share for axis in axes.values()]),
             "variance_left": min(axis.variance_left for axis in axes.values()),
             "rho": spearman(scores, entropy),
-            "rho_p": correlation_test(scores, entropy, split.clusters, seed=self.seed).p,
+            "rho_p": correlation_test(scores, entropy, split.evaluation.cluster, seed=self.seed).p,
             "step": np.stack([(axis.sd * axis.spread * axis.u).numpy() for axis in axes.values()]),
         }
         return effects | {name: np.array(value) for name, value in numbers.items()}

@@ -145,8 +145,7 @@ def ablate(
     if method == "mean":
         moves = [lambda at: to_mean(mean[at])]
     if method == "resample":
-        activations = split.activations(points, positions)
-        assert activations is not None, "positions of prompts do not correspond"
+        _, activations = split.activations(EVALUATION, points, positions)
         by_input = {at: x.unflatten(0, (len(split.evaluation), -1)) for at, x in activations.items()}
 
         def to_donor(donor: Tensor, at: Location) -> Move:
@@ -170,7 +169,7 @@ def ablate(
         whole=whole, number=number, stage=f"{kind}, {method}",
     )  # fmt: skip
     if kind == "blocks":
-        writes = split.activations(points, "query" if split.task is None else positions) or {}
+        _, writes = split.activations(EVALUATION, points, "query" if split.task is None else positions)
         n = len(split.evaluation)
         by_row = {at: x.square().sum(1).unflatten(0, (n, -1)).mean(1).numpy() for at, x in writes.items()}
         effects["norms"] = np.array([[x for at, x in by_row.items() if at[0] == point] for point in points])

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from llmgeom.claims import Null, declared, layer_band
 from llmgeom.errors import UserError
 from llmgeom.model.intervention import Effects
-from llmgeom.probes.shared.nulls import compare, log_if_positive, ratio_of
+from llmgeom.probes.shared.nulls import compare, cross_selected, log_if_positive, ratio_of
 from llmgeom.result import SENTENCE, Estimate, Figure, Labelled, Result, labelled, line
-from llmgeom.stats.resampling import jackknife, mean_intervals, student_quantile
+from llmgeom.stats.resampling import TRANSFORMS, jackknife, mean_intervals, student_quantile
 from llmgeom.stats.tests import spearman
 
 HEADS, BLOCKS = "Heads, one at a time", "Blocks, one at a time"
-SCALES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "identity": (float, float),
-    "log": (np.log, np.exp),
-}
 TITLES = {"zero": "set to 0", "mean": "set to the mean", "resample": "resampled"}
 UNTRAINED = "untrained controls"
 BAND = "band of untrained copies"
@@ -49,28 +44,6 @@ TASK_POSITIONS = {
 
 
 # ---- shares and ratios ----------------------------------------------------------------------------------------------
-
-
-def cross_selected(effects: np.ndarray, half: np.ndarray, *ranks: int) -> tuple[np.ndarray, tuple[int, ...]]:
-    """The effect of the component of a given rank, selected on one half of the prompts and measured on the other.
-
-    A largest effect that is measured on the prompts that select it is biased upwards; this one is not.
-
-    Args:
-        effects: [component prompt].
-        half: [prompt] 0 or 1, by cluster.
-        ranks: 0 is the largest; several ranks are averaged.
-
-    Returns:
-        [prompt] the effect on each prompt of the component selected on the other half; and the components of the first
-        rank selected on halves 0 and 1.
-    """
-    value, selected = np.zeros(effects.shape[1]), []
-    for part in (0, 1):
-        order = np.argsort(-effects[:, half == part].mean(1), kind="stable")
-        selected.append(int(order[ranks[0]]))
-        value[half != part] = effects[order[list(ranks)]][:, half != part].mean(0)
-    return value, tuple(selected)
 
 
 Fractions = dict[str, tuple[np.ndarray, np.ndarray]]  # metric -> numerator and denominator, [prompt] each
@@ -152,7 +125,7 @@ def estimates(
         scale, value = log_if_positive(claim, clusters, *fraction), ratio_of(fraction)
         interval = jackknife(partial(ratio_of, fraction), rows, clusters, scale)
         if sampling.get(name) and (scale == "identity" or interval.low > 0):
-            reach, forward, back = student_quantile(len(set(clusters))) * sampling[name], *SCALES[scale]
+            reach, forward, back = student_quantile(len(set(clusters))) * sampling[name], *TRANSFORMS[scale]
             below, above = (np.hypot(forward(end) - forward(value), reach) for end in (interval.low, interval.high))
             interval = replace(interval, low=back(forward(value) - below), high=back(forward(value) + above))
         interval = replace(interval, high=min(interval.high, 1.0)) if claim.unit == "fraction" else interval

@@ -84,11 +84,6 @@ class Halves:
         """The half on which effects are measured, tokenized."""
         return self.captures[EVALUATION].batch
 
-    @property
-    def clusters(self) -> np.ndarray:
-        """[input] of the evaluation half."""
-        return np.array(self.evaluation.cluster)
-
     @cached_property
     def clean(self) -> Clean | None:
         """The clean pass of the evaluation half, from which edited passes go on."""
@@ -148,22 +143,17 @@ class Halves:
     def means(self, points: Sequence[Point], positions: Positions) -> dict[Location, Tensor]:
         """[position coordinate] means over the estimation half: for a task at each edited position, so that position
         stays known; of prompts one over all edited positions, for "all" those after the first token."""
-        capture, activations = self._activations(ESTIMATION, points, positions)
+        capture, activations = self.activations(ESTIMATION, points, positions)
         if self.task is not None:
             return {at: x.unflatten(0, (len(self.estimation), -1)).mean(0) for at, x in activations.items()}
         kept = slice(None) if positions == "query" else capture.position > 0
         return {at: x[kept].mean(0, keepdim=True) for at, x in activations.items()}
 
-    def activations(self, points: Sequence[Point], positions: Positions) -> dict[Location, Tensor] | None:
-        """[row coordinate] activations of the evaluation half at the edited positions, input after input; None at "all"
-        of prompts, whose positions do not correspond."""
-        if self.task is None and positions == "all":
-            return None
-        return self._activations(EVALUATION, points, positions)[1]
-
-    def _activations(
+    def activations(
         self, half: str, points: Sequence[Point], positions: Positions
     ) -> tuple[Capture, dict[Location, Tensor]]:
+        """A half's capture at the edited positions, and its activations [row coordinate], input after input; at "all"
+        of prompts, the positions of two inputs do not correspond."""
         capture = self.captures[half]
         if positions == "all":
             sites = set(map(Site, points))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,19 +16,6 @@ from llmgeom.stats.resampling import LEAST_CLUSTERS
 
 ROLES = ("changed mark", "token after it", "later marks", "other tokens between", "question", "last token")
 BEFORE = -1
-
-
-class Changed(Protocol):
-    """Another mark in one observation of a prompt (`prompts.counterfactual.Change`)."""
-
-    @property
-    def prompt(self) -> int: ...
-    @property
-    def place(self) -> int: ...
-    @property
-    def mark(self) -> int: ...
-    @property
-    def shift(self) -> float: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,12 +55,12 @@ class TextPairs:
         return np.where(self.exact < 0, -1.0, 1.0)
 
     @classmethod
-    def of(cls, batch: Batch, tokens: Tokens | Rows, changes: Sequence[Changed]) -> TextPairs:
+    def of(cls, batch: Batch, tokens: Tokens | Rows, changes: Sequence[Any]) -> TextPairs:
         """The pairs of a process's batch.
 
         Args:
             batch: a batch with the answers' tokens and the column `seen`. tokens: its inputs as the model reads them.
-            changes: at most one for each prompt.
+            changes: `prompts.text.Change`s, at most one for each prompt.
 
         Raises:
             UserError: fewer than 5 clusters have a pair.
@@ -81,11 +68,13 @@ class TextPairs:
         answers = batch.exact.answers
         assert answers is not None and isinstance(tokens, Tokens)  # the process was sampled with a tokenizer
         answers = answers[:, -1]
-        rows: list[tuple[Changed, list[int], list[int]]] = []
+        rows: list[tuple[Any, list[int], list[int]]] = []
         for change in changes:
             seen = [int(mark) for mark in batch.columns["seen"][change.prompt]]
-            places = _places(tokens.real[change.prompt], answers[change.prompt].tolist(), seen)
-            if places:
+            ids, known = tokens.real[change.prompt], answers[change.prompt].tolist()
+            # The marks of the k observations are the last k tokens that are marks; elsewhere there is no pair.
+            places = [j for j, token in enumerate(ids) if token in known][-len(seen) :] if seen else []
+            if places and [ids[j] for j in places] == [known[mark] for mark in seen]:
                 rows.append((change, places, seen))
         clusters = {batch.cluster[change.prompt] for change, *_ in rows}
         if len(clusters) < LEAST_CLUSTERS:
@@ -98,8 +87,8 @@ class TextPairs:
         x = replace(x, query=torch.arange(width) == lengths[:, None] - 1)
         at = torch.tensor([places[change.place] for change, places, _ in rows])
         marks = torch.stack([answers[c.prompt][[seen[c.place], c.mark]] for c, _, seen in rows])
-        ids = x.tokens.data.clone()
-        ids[torch.arange(len(rows)), at] = marks[:, 1]
+        changed = x.tokens.data.clone()
+        changed[torch.arange(len(rows)), at] = marks[:, 1]
         equal = [
             next((p for j, p in enumerate(places) if j != c.place and seen[j] == seen[c.place]), -1)
             for c, places, seen in rows
@@ -112,11 +101,5 @@ class TextPairs:
             own[places[c.place] + 1] = ROLES.index("token after it")
             own[places[c.place]] = ROLES.index("changed mark")
             own[n - 1] = ROLES.index("last token")
-        other = replace(x, inputs=Tokens(ids, lengths))
+        other = replace(x, inputs=Tokens(changed, lengths))
         return cls(x, other, at, torch.tensor(equal), role, marks, np.array([c.shift for c, *_ in rows]))
-
-
-def _places(ids: Sequence[int], answers: Sequence[int], seen: Sequence[int]) -> list[int]:
-    """The position of each observation's mark: the last k tokens that are marks. Empty if these are not `seen`."""
-    places = [j for j, token in enumerate(ids) if token in answers][-len(seen) :] if seen else []
-    return places if [ids[j] for j in places] == [answers[mark] for mark in seen] else []

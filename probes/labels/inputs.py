@@ -73,7 +73,18 @@ def read_target(batch: Batch, name: str, kind: Wanted = "auto") -> Target:
         return Target(name, kind, np.array(column, dtype=np.float64), ())
     if kind == "binary" and len(values) > 2:
         raise UserError(f"--kind binary: column {name!r} has {len(values)} values; two are expected, or --kind classes")
-    _check_classes(name, column)
+    count = Counter(column)
+    if len(count) > MOST_CLASSES:
+        raise UserError(
+            f"column {name!r} has {len(count)} classes in {len(column)} rows; at most {MOST_CLASSES} can be read: "
+            "join classes, or give --kind number if it counts something"
+        )
+    if rare := {value for value, n in count.items() if n < LEAST}:
+        rows = [i for i, cell in enumerate(column, 1) if cell in rare]
+        raise UserError(
+            f"column {name!r} has fewer than {LEAST} rows of {', '.join(map(repr, sorted(rare)))} "
+            f"({row_numbers(rows)}): add prompts of this class, or remove these rows"
+        )
     names = {value: str(value) for value in values}  # by value: 1 and 1.0 are one class
     return Target(name, kind, np.array([names[cell] for cell in column]), tuple(names.values()))
 
@@ -113,22 +124,6 @@ def transferred(batch: Batch, target: Target, column: str) -> Shaped[np.ndarray,
     if mixed := [name for name in set(clusters.tolist()) if len(set(cells[clusters == name])) > 1]:
         raise UserError(f"--transfer {column}: cluster {mixed[0]!r} has several of its values; clusters stay whole")
     return cells
-
-
-def _check_classes(name: str, column: Sequence) -> None:
-    count = Counter(column)
-    if len(count) > MOST_CLASSES:
-        raise UserError(
-            f"column {name!r} has {len(count)} classes in {len(column)} rows; at most {MOST_CLASSES} can be read: "
-            "join classes, or give --kind number if it counts something"
-        )
-    rare = {value for value, n in count.items() if n < LEAST}
-    if rare:
-        rows = [i for i, cell in enumerate(column, 1) if cell in rare]
-        raise UserError(
-            f"column {name!r} has fewer than {LEAST} rows of {', '.join(map(repr, sorted(rare)))} "
-            f"({row_numbers(rows)}): add prompts of this class, or remove these rows"
-        )
 
 
 # ---- its other explanations ------------------------------------------------------------------------------------------
@@ -332,11 +327,6 @@ def queried(model: Model, batch: Batch, positions: Sequence[Position]) -> Batch:
     query = torch.stack([_there(position, place, lengths, batch, rows) for position in positions]).any(0)
     query[rows[:, 0], lengths[:, 0] - 1] = True  # the record's entropy is that of the next token
     return replace(batch, query=query)
-
-
-def at_ends(capture: Capture) -> Capture:
-    """The final position of each prompt, without activations, for confounds and the bag of tokens."""
-    return replace(capture, prompt=torch.arange(len(capture.lengths)), position=capture.lengths - 1, tensors={})
 
 
 def pooled(capture: Capture, layers: Any, layer: int, position: Position) -> np.ndarray:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import numpy as np
+import torch
 
 from llmgeom.claims import Null, cut, declared, estimate
 from llmgeom.plan import subset_of
@@ -27,7 +28,6 @@ from llmgeom.probes.labels.inputs import (
     Position,
     Target,
     Wanted,
-    at_ends,
     bag_of_tokens,
     confound,
     design as confounds_of,
@@ -38,7 +38,7 @@ from llmgeom.probes.labels.inputs import (
 from llmgeom.probes.shared.nulls import permutation_null
 from llmgeom.result import SENTENCE, Estimate, Figure, Labelled, Result, labelled, line, read_texts
 from llmgeom.stats import ridge_probe
-from llmgeom.stats.label_scores import METRICS, bounds, chance, classified, coded, moved, require_orders
+from llmgeom.stats.label_scores import METRICS, bounds, chance, classified, coded, few_orders, moved
 from llmgeom.stats.nested_probe import (
     Design,
     HeldOut,
@@ -159,7 +159,8 @@ def folds(target: Target, batch: Batch, seed: int) -> tuple[np.ndarray, np.ndarr
     """
     fold = stratified_folds(target.kind, target.label, batch.cluster, seed)
     stratified = None if target.kind == "number" else fold
-    require_orders(target.label, np.asarray(batch.cluster), stratified)
+    if why := few_orders(target.label, np.asarray(batch.cluster), stratified):
+        raise UserError(why)
     return fold, stratified
 
 
@@ -169,7 +170,9 @@ class _Measurement:
     def __init__(self, probe: LabelProbe, data: ProbeInput) -> None:
         self.probe, self.data = probe, data
         self.target: Target = probe.checked(data.capture.batch)
-        self.final = at_ends(data.capture)
+        # The final position of each prompt, without activations, for confounds and the bag of tokens.
+        ends, rows = data.capture.lengths - 1, torch.arange(len(data.capture.lengths))
+        self.final = replace(data.capture, prompt=rows, position=ends, tensors={})
         self.label, self.clusters = self.target.label, np.asarray(data.capture.batch.cluster)
         self.truth = coded(self.target.kind, self.label, self.target.classes)
         self.fold, stratified = folds(self.target, data.capture.batch, data.seed)

@@ -14,7 +14,6 @@ from llmgeom.errors import UserError
 from llmgeom.probes.length_generalisation import (
     FAILURES,
     curves,
-    mean,
     measure_past,
     measured,
     numbered,
@@ -90,9 +89,9 @@ def distance(probe: str, notes: Sequence[str], grades: Grades) -> Result:
             divergence(probe, f"KL to the {target}", model.kl.mean(1)),
             *skilled,
             *taken_apart,
-            measured(probe, f"mae_abs{suffix}", mean, size, of_controls),
+            measured(probe, f"mae_abs{suffix}", size, of_controls),
             measured(
-                probe, f"mae_mean{suffix}", lambda gap: np.abs(gap).mean(-1), model.gap, [x.gap for x in controls]
+                probe, f"mae_mean{suffix}", model.gap, [x.gap for x in controls], lambda gap: np.abs(gap).mean(-1)
             ),
         ),
         ticks={**numbered(scores.trained), "predictor": tuple(predictors)},
@@ -198,6 +197,7 @@ def _residuals(model: GaussianScores, exact: GaussianScores, *controls: Gaussian
 
     name, unit = "|rms of standardised residuals - 1|", "standard deviations"
     own, of_exact = (np.sqrt(np.square(x.residual).mean(0)) for x in (model, exact))
+    squares, *of_controls = (np.square(x.residual).mean(1) for x in (model, *controls))  # [sequence]
     return Result.of(
         "Calibration of predicted numbers",
         {
@@ -205,14 +205,9 @@ def _residuals(model: GaussianScores, exact: GaussianScores, *controls: Gaussian
             "rms_exact": labelled(of_exact, "query", unit, "the exact answer's own"),
         },
         __name__,
-        estimates=(measured(CALIBRATION, name, error, _squares(model), [_squares(x) for x in controls]),),
+        estimates=(measured(CALIBRATION, name, squares, of_controls, error),),
         ticks=numbered(model.kl.shape[1]),
     )
-
-
-def _squares(scores: GaussianScores) -> np.ndarray:
-    """[sequence] mean square of the standardised residuals."""
-    return np.square(scores.residual).mean(1)
 
 
 def _tenths(model: CategoricalScores, exact: CategoricalScores, *controls: CategoricalScores) -> Result:
@@ -239,11 +234,9 @@ def _tenths(model: CategoricalScores, exact: CategoricalScores, *controls: Categ
         },
         __name__,
         estimates=(
-            measured(CALIBRATION, "calibration error", error, model.tally.sum(1), [x.tally.sum(1) for x in controls]),
-            measured(CALIBRATION, "accuracy", mean, model.right.mean(1), [x.right.mean(1) for x in controls]),
-            measured(
-                CALIBRATION, "leaked probability", mean, model.leaked.mean(1), [x.leaked.mean(1) for x in controls]
-            ),
+            measured(CALIBRATION, "calibration error", model.tally.sum(1), [x.tally.sum(1) for x in controls], error),
+            measured(CALIBRATION, "accuracy", model.right.mean(1), [x.right.mean(1) for x in controls]),
+            measured(CALIBRATION, "leaked probability", model.leaked.mean(1), [x.leaked.mean(1) for x in controls]),
         ),
         ticks={**numbered(queries), "predicted": tuple(f"{each:.2f}" for each in p)},
     )
@@ -281,7 +274,7 @@ def memory(notes: Sequence[str], grades: Grades) -> Result:
         __name__,
         estimates=(
             divergence(MEMORY, "KL, held-out less seen", out.mean(1), known.mean(1)),
-            measured(MEMORY, "KL, seen", mean, known.mean(1), controls),
+            measured(MEMORY, "KL, seen", known.mean(1), controls),
         ),
         ticks=numbered(scores.trained),
         notes=tuple(notes),

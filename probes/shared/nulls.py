@@ -85,6 +85,28 @@ def ratio_of(parts: tuple[np.ndarray, np.ndarray], rows: np.ndarray | slice = sl
     return float(above / below) if below else 0.0
 
 
+def cross_selected(effects: np.ndarray, half: np.ndarray, *ranks: int) -> tuple[np.ndarray, tuple[int, ...]]:
+    """The effect of the component of a given rank, selected on one half of the prompts and measured on the other.
+
+    A largest effect that is measured on the prompts that select it is biased upwards; this one is not.
+
+    Args:
+        effects: [component prompt].
+        half: [prompt] 0 or 1, by cluster.
+        ranks: 0 is the largest; several ranks are averaged.
+
+    Returns:
+        [prompt] the effect on each prompt of the component selected on the other half; and the components of the first
+        rank selected on halves 0 and 1.
+    """
+    value, selected = np.zeros(effects.shape[1]), []
+    for part in (0, 1):
+        order = np.argsort(-effects[:, half == part].mean(1), kind="stable")
+        selected.append(int(order[ranks[0]]))
+        value[half != part] = effects[order[list(ranks)]][:, half != part].mean(0)
+    return value, tuple(selected)
+
+
 def permutation_null(
     name: str, value: float, draws: np.ndarray, side: Side = "upper", centre: float | None = None
 ) -> Null:

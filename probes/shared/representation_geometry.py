@@ -11,12 +11,11 @@ import numpy as np
 
 from llmgeom.claims import Claim, Null, estimate
 from llmgeom.probe import NO_CONTEXT, SHUFFLED, UNTRAINED, Capture, ProbeInput, Site, UserError
-from llmgeom.probes.shared.matrices import final_tokens, last_layer, layer_matrices, varies
 from llmgeom.probes.shared.nulls import HARDEST_BAND, null_band, permutation_null
-from llmgeom.probes.shared.targets import LEAST_SPREAD, Constant, Target, follows
+from llmgeom.probes.shared.rows import LEAST_SPREAD, Constant, Target, final_tokens, last_layer, layer_matrices, varies
 from llmgeom.result import Estimate, Figure, Labelled, labelled, line
-from llmgeom.stats.pca import Spectrum, share_intervals, shares
-from llmgeom.stats.resampling import Clusters, Interval, in_groups, jackknife_interval, paired_interval
+from llmgeom.stats.manifold import Spectrum, share_intervals, shares
+from llmgeom.stats.resampling import Clusters, in_groups, jackknife_interval, paired_interval
 from llmgeom.stats.ridge_probe import (
     REPEATS,
     Readout,
@@ -52,11 +51,6 @@ def pca(x: np.ndarray) -> Spectrum:
 def rho_of(spectrum: Spectrum, entropy: np.ndarray, covariates: np.ndarray | None = None) -> float:
     """|Spearman| of the PC1 score and entropy; 0 if no coordinate varies."""
     return abs(spearman(spectrum.scores[:, 0], entropy, covariates)) if spectrum.scores.any() else 0.0
-
-
-def pc1(x: np.ndarray) -> np.ndarray:
-    """[row] scores on the first component; 0 if no coordinate varies."""
-    return pca(x).scores[:, 0]
 
 
 def numbers_of(layers: Sequence[Spectrum]) -> np.ndarray:
@@ -149,7 +143,8 @@ def _entropy(
     """
     target = Target.of(view.capture, view.entropy).require()
     own = [] if target.exact else [control.entropy.numpy() for control in view.untrained]
-    varying = {i: own[i] for i in follows(own)}  # copy -> its own entropy
+    # Copy -> its own entropy, where that varies as the model's must.
+    varying = {i: of for i, of in enumerate(own) if len(of) > 1 and of.std(ddof=1) >= LEAST_SPREAD}
     notes = []
     if len(varying) < len(own):
         spread = float(np.median([entropy.std(ddof=1) for entropy in own]))
@@ -318,10 +313,10 @@ class Axis:
             clusters: [row] the cluster of each row.
         """
         group = in_groups(clusters, seed)
-        scores, without = pc1(target.within(x)), []
+        scores, without = pca(target.within(x)).scores[:, 0], []
         for number in range(int(group.max()) + 1):
             rows = np.flatnonzero(group != number)
-            fewer = pc1(target.at(rows).within(x[rows]))
+            fewer = pca(target.at(rows).within(x[rows])).scores[:, 0]
             without.append((rows, -fewer if fewer @ scores[rows] < 0 else fewer))
         return cls(target, scores, group, without)
 
@@ -337,10 +332,6 @@ class Axis:
         value = rho(self.scores, np.arange(len(self.scores)))
         sign = -1 if value < 0 else 1
         return abs(value), sign * np.array([rho(scores, rows) for rows, scores in self.without])
-
-    def interval(self, covariates: np.ndarray | None = None) -> Interval:
-        """Interval of |Spearman| from its values without each group."""
-        return regrouped_interval(*self.rhos(covariates), self.group)
 
 
 def untrained_nulls(draws: Mapping[str, np.ndarray]) -> list[Null]:

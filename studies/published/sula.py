@@ -18,7 +18,7 @@ from llmgeom.probes.evidence.predictions import (
     label_entropy,
 )
 from llmgeom.result import Estimate, Result, labelled, line
-from llmgeom.stats.pca import standardised
+from llmgeom.stats.manifold import standardised
 from llmgeom.stats.resampling import Clusters, Interval, in_groups, jackknife
 from llmgeom.stats.tests import regrouped_interval, spearman
 from studies.published import CLAIMS_FOLDER
@@ -50,8 +50,17 @@ def measure(data: ProbeInput) -> Result:
     def values(capture: Capture) -> np.ndarray:
         return capture.observed("values.last").double().numpy()
 
-    given = by_sample(data, CONDITIONS, len(data.untrained))
-    return measure_published(*given, [values(data.capture), *map(values, data.untrained)])
+    samples = by_sample(data, CONDITIONS)
+    truth = {name: ExactAnswers(of.capture.batch) for name, of in samples.items()}
+    captures = [{name: of.capture for name, of in samples.items()}]
+    captures += [{name: of.untrained[draw] for name, of in samples.items()} for draw in range(len(data.untrained))]
+    models = [{name: LabelPredictions.of(one) for name, one in each.items()} for each in captures]
+    return measure_published(truth, models, [values(data.capture), *map(values, data.untrained)])
+
+
+def latent(truth: ExactAnswers) -> np.ndarray:
+    """[prompt state] exact log-probability of the latent class, nats."""
+    return truth.batch.exact.belief[:, -1].numpy()
 
 
 def measure_published(
@@ -61,7 +70,7 @@ def measure_published(
     model, then of its untrained controls."""
     main = truth[MAIN]
     ks, k, cluster, every = main.ks, main.k, main.cluster, np.arange(len(main.batch))
-    target = label_entropy(main.belief)
+    target = label_entropy(latent(main))
     labels = [model[MAIN].h_label for model in models]
     # Of each model: PC1 of its vectors, their scores in standardised coordinates, and their projections on it.
     axes, scores = zip(*map(_axis, vectors), strict=True)
@@ -96,7 +105,7 @@ def measure_published(
         linear(PEARSON, [(h, target) for h in labels]),
         ranked(RANKED, target),
         ranked(STEPS, k.astype(float)),
-        error(REMAP, "remap", label_entropy(truth["remap"].belief)),
+        error(REMAP, "remap", label_entropy(latent(truth["remap"]))),
         axis_of(AXIS),
     )
     shown, exact = ([of[k == number].mean() for number in ks] for of in (labels[0], target))

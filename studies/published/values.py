@@ -12,10 +12,10 @@ import torch
 from llmgeom.claims import declared
 from llmgeom.model.batching import BatchRules, plan_batches
 from llmgeom.probe import SHUFFLED, UNTRAINED, Batch, Capture, Model, Needs, ProbeInput, Rows, Site, UserError
-from llmgeom.probes.shared.matrices import as_matrix
 from llmgeom.probes.shared.nulls import compare
+from llmgeom.probes.shared.rows import as_matrix
 from llmgeom.result import Estimate, Figure, Result, labelled, line
-from llmgeom.stats.pca import shares, standardised
+from llmgeom.stats.manifold import shares, standardised
 from studies.published import CLAIMS_FOLDER
 
 CLAIMS = declared("published_values", CLAIMS_FOLDER)

@@ -1,13 +1,8 @@
 """Architectures for tunnels: configs of transformers, and our short models, which are PreTrainedModels too.
 
-This module is light: `build` and `matched` of models.architectures are loaded at their first use. That module registers
-our classes with transformers, so that AutoModelForCausalLM loads saved models.
+This module is light. models.architectures registers our classes with transformers, so that AutoModelForCausalLM loads
+saved models.
 """
-
-from __future__ import annotations
-
-import importlib
-from typing import Any
 
 ARCHITECTURES = {
     "neox": "transformer, GPT-NeoX: rotary positions, attention and MLP side by side",
@@ -22,9 +17,3 @@ ARCHITECTURES = {
     "meanpool": "MLP and the mean of all positions so far: a bag of tokens",
     "flat": "MLP on the flattened prefix: a linear map of its own for each position, summed",
 }
-
-
-def __getattr__(name: str) -> Any:
-    if name not in ("build", "matched"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.architectures"), name)

@@ -1,15 +1,59 @@
-"""The target of metrics of entropy: the exact predictive entropy within position if it is known, else the model's."""
+"""Rows of a capture: as matrices of one layer, and what each row is: its token, its position, and the entropy that
+metrics relate it to, the exact predictive entropy within position if it is known, else the model's own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from torch import Tensor
 
-from llmgeom.probe import Capture, UserError
+from llmgeom.batch import Text
+from llmgeom.probe import Capture, Site, UserError
 from llmgeom.provenance import LEAST_SPREAD
 from llmgeom.stats.information import bits
+
+
+def as_matrix(x: Tensor) -> np.ndarray:
+    """[row coordinate] float64, heads concatenated if the site has heads."""
+    return x.flatten(1).double().numpy()
+
+
+def layer_matrices(capture: Capture, site: Site) -> Iterator[np.ndarray]:
+    """`as_matrix`, one layer at a time."""
+    return map(as_matrix, capture.layers(site))
+
+
+def last_layer(capture: Capture, site: Site) -> np.ndarray:
+    """`as_matrix` of the last layer."""
+    return as_matrix(capture.layers(site)[-1])
+
+
+def captured(capture: Capture, site: Site) -> bool:
+    """Whether a site is in the capture; some models lack optional sites."""
+    return any(key == site for key, _ in capture.tensors)
+
+
+def varies(x: np.ndarray) -> bool:
+    """Whether any coordinate differs between two rows."""
+    return bool((x.max(0) != x.min(0)).any())
+
+
+def input_at_rows(capture: Capture) -> Tensor:
+    """[row] the token id at each row's position; for real-valued inputs [row feature]."""
+    inputs = capture.batch.inputs
+    assert not isinstance(inputs, Text), "a scan tokenizes its batches before it captures them"
+    return inputs.data[capture.prompt, capture.position]
+
+
+def final_tokens(capture: Capture) -> np.ndarray:
+    """[row] the token id at each row's position; equal real-valued inputs have the same number."""
+    inputs = input_at_rows(capture).numpy()
+    return inputs if inputs.ndim == 1 else np.unique(inputs, axis=0, return_inverse=True)[1].reshape(-1)
+
+
+# ---- entropy ---------------------------------------------------------------------------------------------------------
 
 
 class Constant(UserError):
@@ -53,25 +97,13 @@ class Target:
         exact = bits(posterior.flat.entropy.double().numpy())
         return cls(centred(exact, group), group, True)
 
-    @property
-    def spread(self) -> float:
-        """Standard deviation in bits, within position if the target is exact."""
-        positions = int(self.group.max()) + 1
-        free = len(self.values) - positions
-        return float(np.sqrt(np.square(centred(self.values, self.group)).sum() / free)) if free > 0 else 0.0
-
-    @property
-    def constant(self) -> str:
-        """The reason if no metric of entropy can be measured; empty if the entropy varies."""
-        if self.spread >= LEAST_SPREAD:
-            return ""
-        what = "the exact entropy does not vary within a position" if self.exact else "entropy does not vary"
-        return f"not measured: {what} (sd {self.spread:.2g} bits, {LEAST_SPREAD:g} needed)"
-
     def require(self) -> Target:
-        """The target itself. Raises Constant if it does not vary."""
-        if self.constant:
-            raise Constant(self.constant)
+        """The target itself. Raises Constant if it hardly varies, within position if it is exact."""
+        free = len(self.values) - (int(self.group.max()) + 1)
+        spread = float(np.sqrt(np.square(centred(self.values, self.group)).sum() / free)) if free > 0 else 0.0
+        if not spread >= LEAST_SPREAD:
+            what = "the exact entropy does not vary within a position" if self.exact else "entropy does not vary"
+            raise Constant(f"not measured: {what} (sd {spread:.2g} bits, {LEAST_SPREAD:g} needed)")
         return self
 
     def at(self, rows: np.ndarray) -> Target:
@@ -95,11 +127,6 @@ class Target:
     def within(self, x: np.ndarray) -> np.ndarray:
         """Vectors [row coordinate] minus their mean at the same position; unchanged if there is one group."""
         return centred(x, self.group) if self.exact else x
-
-
-def follows(entropies: Sequence[np.ndarray]) -> list[int]:
-    """Which of several controls have an entropy of their own that varies, as that of the model must."""
-    return [i for i, entropy in enumerate(entropies) if len(entropy) > 1 and entropy.std(ddof=1) >= LEAST_SPREAD]
 
 
 def centred(x: np.ndarray, group: np.ndarray) -> np.ndarray:
