@@ -184,10 +184,3 @@ def test_too_few_long_prompts_are_refused():
     short = replace(given.capture, position=given.capture.position * 0)
     with refused(UserError, 0, 3, 5):
         attention_focus.measure(replace(given, capture=short))
-
-
-def test_uniform_attention_is_at_its_maximum_of_one():
-    result = attention_focus.measure(view([0.0, 0.0, 3.0], 2))
-    np.testing.assert_allclose(result["normalised"][:2], 1, atol=1e-6)
-    np.testing.assert_allclose(result["entropy"][:2], np.log2(12), atol=1e-5)
-    np.testing.assert_allclose(result["rest"][:2], 1, atol=1e-6)

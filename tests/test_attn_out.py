@@ -6,9 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from scipy.stats import spearmanr
-from sklearn.decomposition import PCA
-from sklearn.preprocessing import StandardScaler
 
 from llmgeom.batch import Batch, Tokens
 from llmgeom.model.capture import Site
@@ -16,8 +13,7 @@ from llmgeom.model.model import Model
 from llmgeom.probe import ProbeInput
 from llmgeom.probes import value_manifold
 from llmgeom.probes.shared import representation_geometry
-from llmgeom.probes.shared.representation_geometry import PARTIAL, R2, RHO
-from llmgeom.probes.value_manifold import CALLED, WRITE
+from llmgeom.probes.value_manifold import WRITE
 from tests.families import FAMILIES, VOCAB
 
 N = 40
@@ -96,22 +92,3 @@ def test_a_change_of_basis_inside_heads_alters_values_and_not_writes():
     for field in ("pc1", "pc12", "participation", "r2"):
         change = np.abs(moved[field] / own[field] - 1)
         assert change.max() > 0.01, field
-
-
-def test_it_measures_the_writes_themselves_under_names_of_its_own():
-    """The entropy is one that the last write holds."""
-    batch, subject = prompts(), Model.of(FAMILIES["llama"].model())
-    z = StandardScaler().fit_transform(subject.capture(batch, SITES).attn_out[-1].double().numpy())
-    view = made(subject, batch, z @ np.random.default_rng(1).standard_normal(z.shape[1]))
-    result = value_manifold.measure(view)
-    for layer, write in enumerate(view.capture.attn_out.double().numpy()):
-        z = StandardScaler().fit_transform(write)
-        pca = PCA().fit(z)
-        assert result[WRITE + "pc12"][layer] == pytest.approx(pca.explained_variance_ratio_[:2].sum(), rel=1e-5)
-        score = pca.transform(z)[:, 0]
-        assert result[WRITE + "rho"][layer] == pytest.approx(abs(spearmanr(score, view.entropy)[0]), abs=1e-6)
-    names = {h.name: h for h in result.estimates if h.name.startswith(CALLED)}
-    expected = {"PC1 share", "PC1+PC2 share", "participation ratio", RHO, f"{RHO}, {PARTIAL}", R2}
-    assert set(names) == {CALLED + name for name in expected}
-    assert names[CALLED + "PC1+PC2 share"].value == pytest.approx(result[WRITE + "pc12"][-1])
-    assert names[CALLED + R2].value == pytest.approx(result[WRITE + "r2"][-1]) and result[WRITE + "r2"][-1] > 0.3

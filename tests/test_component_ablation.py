@@ -191,16 +191,6 @@ def test_branches_and_blocks_are_what_hooks_on_the_writers_do(family, subject, p
                 np.testing.assert_allclose(made[way]["kl"][2 * i + layer], expected, rtol=2e-3, atol=1e-7)
 
 
-def test_an_input_that_is_its_own_donor_is_moved_by_exactly_nothing(subject, monkeypatch):
-    before = ablated(subject, "heads")["resample"]
-    assert (before["kl"] > 0).all()
-    monkeypatch.setattr(
-        component_ablation, "donors", lambda clusters, count, seed: np.tile(np.arange(len(clusters)), (count, 1))
-    )
-    after = ablated(subject, "heads")["resample"]
-    assert (after["kl"] == 0).all() and (after["odds"] == 0).all() and (after["error"] == 0).all()
-
-
 # ---- donors ---------------------------------------------------------------------------------------------------------
 
 

@@ -344,22 +344,6 @@ def test_an_edit_that_gives_no_tensor_of_that_shape_is_refused(llama, fn):
         llama.edit("value", fn).capture(ragged(), {Site.LOG_PROBS})
 
 
-def test_a_query_edit_changes_the_queried_positions_and_no_other(subject):
-    before = subject.capture(ragged(), {Site.Z}, positions="all")
-    batch = ragged()
-    query = torch.zeros(batch.inputs.ids.shape, dtype=torch.bool)
-    query[torch.arange(4), batch.inputs.lengths - 1] = True
-    seen = []
-    edit = Edit("z", lambda x, where: seen.append(where.query) or 0 * x, layers=(LAYER,), positions="query")
-    subject.capture(batch, {Site.Z}, [edit])
-    assert torch.equal(seen[0], query[[0, 2, 1, 3]]), "the plan runs the longest prompt first"
-    after = subject.capture(batch, {Site.Z}, [edit])
-    ends = before.position == before.lengths[before.prompt] - 1
-    assert (after.z[LAYER] == 0).all()
-    assert torch.equal(after.z[0], subject.capture(batch, {Site.Z}).z[0])
-    assert (before.z[LAYER][ends] != 0).all()
-
-
 def test_silencing_one_query_head_leaves_its_group_alone(subject):
     """Grouped heads share a value: an edit at z reaches one query head, an edit at value would reach its group."""
 

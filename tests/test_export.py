@@ -279,8 +279,3 @@ def test_doctor_goes_on_where_torch_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)  # as where it is not there: to import it is an ImportError
     found = list(doctor.findings())
     assert ("BAD", "nowhere-to-be-had is not installed; pip install nowhere-to-be-had") in found and len(found) > 5
-
-
-def test_an_option_of_another_format_is_refused(run):
-    result = CliRunner().invoke(main, ["export", str(run), "csv", "--sites", "value"], prog_name="llmgeom")
-    assert result.exit_code == 1 and "export csv has no --sites" in result.stderr
