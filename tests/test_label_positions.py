@@ -102,22 +102,7 @@ def test_a_prompt_without_the_part_is_refused(frame, position, words, model):
 
 def test_chats_of_a_file_are_clustered_by_conversation_and_probed_in_their_answers(model, tmp_path, monkeypatch):
     monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "cache"))
-    words = [
-        "good",
-        "great",
-        "fine",
-        "nice",
-        "kind",
-        "warm",
-        "calm",
-        "bad",
-        "poor",
-        "dull",
-        "weak",
-        "cold",
-        "mean",
-        "sad",
-    ]
+    words = "good great fine nice kind warm calm bad poor dull weak cold mean sad".split()
     rows = [
         {"messages": messages([("user", f"How was the {thing}?"), ("assistant", f"It was {word}, I think.")]),
          "conversation": word, "good": i < 7}
