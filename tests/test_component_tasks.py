@@ -189,7 +189,7 @@ def test_a_block_bypassed_everywhere_passes_its_input_on(subject, spec, arch):
 
 @pytest.fixture(scope="module", params=["heads", "blocks"])
 def examined(request, subject):
-    """(kind, record) of three layers that know, after 25 steps, the mean answer of each position, and not the filter."""
+    """(kind, record) of three layers that know after 25 steps the mean answer of each position, and not the filter."""
     kind, task = request.param, wind_tunnels.load_world(HMM)
     return kind, examine(subject(HMM, "gpt2", 0, 3), batch_of(task), kind, task=task, positions="all", nulls=2)
 

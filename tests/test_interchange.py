@@ -318,7 +318,8 @@ def test_what_was_examined_before_is_loaded_and_other_parameters_are_examined_an
 
 def test_a_request_ends_in_a_record_and_a_page(folder, tmp_path):
     asked = ["patch", "--model", str(folder("hmm:steps=5", "lstm")), "--out", str(tmp_path / "run")]
-    done = CliRunner().invoke(main, [*asked, *"--n 40 --layers 1 --control-models 2 --random-edits 3 -qv".split()])
+    few = "--n 40 --layers 1 --control-models 2 --random-edits 3 -qv"
+    done = CliRunner().invoke(main, [*asked, *few.split()])
     assert done.exit_code == 0, done.output
     assert "every edited pass is a full one (it reads numbers)" in done.stderr
     record = Record.load(tmp_path / "run")
