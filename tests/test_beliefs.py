@@ -115,22 +115,27 @@ def test_the_interval_is_the_jackknife_over_sequences():
 
 @pytest.fixture(scope="module")
 def sequences():
-    """(exact belief, features of each rival, cluster) of a process where a few symbols say little."""
+    """(exact belief, features of each rival, R2 of each, cluster) of a process where a few symbols say little."""
     world = long(SLOW, 240)
     symbols = world.sample(12, 0).inputs.data
     features = rivals([world], np.zeros(12, dtype=int), symbols.numpy())
     second = {name: of[:, 120:].reshape(12 * 120, -1) for name, of in features.items()}
-    return exact(world, symbols)[0][:, 120:].reshape(-1, 3), second, np.repeat(np.arange(12), 120)
+    target, cluster = exact(world, symbols)[0][:, 120:].reshape(-1, 3), np.repeat(np.arange(12), 120)
+    return (
+        target,
+        second,
+        {name: r2(target, held_out(x, target, cluster)[""][1]) for name, x in second.items()},
+        cluster,
+    )
 
 
 @pytest.mark.parametrize("reader", ["exact belief", "last 3 symbols", "last 6 symbols", "six exponential filters"])
 def test_a_planted_reader_is_recognised(sequences, reader):
     """A stream that holds what a reader knows, in random directions with a little noise."""
-    target, features, cluster = sequences
+    target, features, own, cluster = sequences
     rng = np.random.default_rng(3)
     held = target if reader == "exact belief" else features[reader]
     stream = held @ rng.normal(size=(held.shape[1], 40)) + 0.01 * rng.normal(size=(len(held), 40))
-    own = {name: r2(target, held_out(x, target, cluster)[""][1]) for name, x in features.items()}
     assert max(own, key=own.get) == "six exponential filters" and own["last 6 symbols"] < 0.85
     known = {
         "R2": None,
@@ -145,13 +150,17 @@ def test_a_planted_reader_is_recognised(sequences, reader):
         assert (spans["best"][1] > 0.1) == (reader == "last 6 symbols")  # which filters do not know
 
 
-def planted(world, uses):
+@pytest.fixture(scope="module")
+def llama():
+    return llmgeom.load("pocket:llama", device="cpu")
+
+
+def planted(subject, world, uses):
     """A language model whose stream, from the embedding on, holds the exact belief that it computes from its tokens.
 
     Its answer is the exact one (`uses`), or that of a reader of the last symbol, with the belief in directions that the
     unembedding does not read. No layer writes anything.
     """
-    subject = llmgeom.load("pocket:llama", device="cpu")
     _, _, tokens = written(subject, world.sample(8, 0).inputs.data, world.vocabulary, "spaces", 0)
     reads = (
         subject.model.lm_head.weight[tokens[0]].detach().double() * subject.model.model.norm.weight.detach().double()
@@ -179,9 +188,9 @@ def planted(world, uses):
 
 
 @pytest.mark.parametrize("uses", [True, False])
-def test_a_model_that_uses_the_belief_and_one_that_only_holds_it_are_told_apart(uses):
+def test_a_model_that_uses_the_belief_and_one_that_only_holds_it_are_told_apart(llama, uses):
     world = long(SLOW, 48)
-    found = planted(world, uses).beliefs(SLOW, sequences=8, length=48, controls=0)
+    found = planted(llama, world, uses).beliefs(SLOW, sequences=8, length=48, controls=0)
     moved = {name.partition(": ")[2]: [found.used[f"moved{end}"][i] for end in ("", ", low", ", high")]
              for i, name in enumerate(found.used.ticks["edit"])}  # fmt: skip
     assert found["R2"][0] > (0.9 if uses else 0.99)
@@ -206,11 +215,10 @@ def test_the_kernel_has_the_changes_of_a_belief_that_the_next_symbol_does_not_sh
     assert np.abs(_kernel(*(of.reshape(-1, 3) for of in of_mess3))).max() < 1e-9
 
 
-def test_a_language_model_is_read_beside_its_rivals():
+def test_a_language_model_is_read_beside_its_rivals(llama):
     """The embedding of a letter is a function of the last symbol, and so is everything without attention."""
-    subject = llmgeom.load("pocket:llama", device="cpu")
-    found = subject.beliefs(["edge-hmm", "edge-hmm:stay=0.1"], sequences=16, length=48, controls=1)
-    single = subject.beliefs("edge-hmm", sequences=8, length=48, controls=1)
+    found = llama.beliefs(["edge-hmm", "edge-hmm:stay=0.1"], sequences=16, length=48, controls=1)
+    single = llama.beliefs("edge-hmm", sequences=8, length=48, controls=1)
     assert single["R2"][0] == pytest.approx(single.rivals["last 1 symbol"], abs=0.02)
     assert single[ABLATED][-1] == pytest.approx(single["R2"][0], abs=0.05)
     assert single.attrs["best rival"] in single.rivals and single.rivals["exact next symbol"] > 0.999
@@ -220,11 +228,10 @@ def test_a_language_model_is_read_beside_its_rivals():
     assert single.answers["KL of an even answer"][-1] == pytest.approx(even, rel=1e-6)
 
 
-def test_a_symbol_is_predicted_by_what_stands_just_before_it():
-    subject = llmgeom.load("pocket:llama", device="cpu")
+def test_a_symbol_is_predicted_by_what_stands_just_before_it(llama):
     symbols = load_world("edge-hmm:steps=20").sample(4, 0).inputs.data
     for rendering in ("spaces", "commas", "lines", "anew"):
-        ids, asked, tokens = written(subject, symbols, 3, rendering, 0)
+        ids, asked, tokens = written(llama, symbols, 3, rendering, 0)
         following = torch.tensor(asked[:-1]) + 1
         assert torch.equal(ids[:, following], tokens.gather(1, symbols[:, 1:]))
         assert asked[-1] == ids.shape[1] - 1
@@ -243,10 +250,9 @@ def test_a_symbol_is_predicted_by_what_stands_just_before_it():
         ({"length": 5000}, "ask for fewer symbols"),
     ],
 )
-def test_what_cannot_be_asked_is_said(options, said):
-    subject = llmgeom.load("pocket:llama", device="cpu")
+def test_what_cannot_be_asked_is_said(llama, options, said):
     with pytest.raises(UserError, match=said):
-        subject.beliefs(**{"world": "edge-hmm", "sequences": 8, "length": 32, "controls": 0} | options)
+        llama.beliefs(**{"world": "edge-hmm", "sequences": 8, "length": 32, "controls": 0} | options)
 
 
 def test_the_best_of_many_layers_without_an_effect_is_seldom_above_nothing():
