@@ -312,7 +312,7 @@ def test_of_many_heads_the_largest_by_gradients_and_a_sample_are_edited(llama, m
     assert share.low < known.value < share.high
 
 
-# ---- what stands out: on units that do not tell of it ----------------------------------------------------------------
+# ---- answers known beforehand ---------------------------------------------------------------------------------------
 
 
 def of_layers(name: str, layers: int) -> Family:
@@ -322,9 +322,6 @@ def of_layers(name: str, layers: int) -> Family:
 
 def outcome(record: Record, probe: str) -> dict:
     return {h.name: h for h in record.results[probe].estimates}
-
-
-# ---- answers known beforehand ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -234,17 +234,13 @@ def test_a_task_that_is_none_is_told_with_its_file(broken):
         assert "task.json" in broken["tunnel"].with_value("task.json", ("task",), task).stderr
 
 
-def anywhere(broken, data) -> None:
+@SOON
+@given(st.data())
+def test_a_value_that_is_wrong_anywhere_ends_in_a_sentence(broken, data):
     one = broken[data.draw(st.sampled_from(["tunnel", "pocket"]))]
     name = data.draw(st.sampled_from(one.names))
     key = data.draw(st.sampled_from(one.keys(name)))
     one.with_value(name, key, data.draw(st.sampled_from([GONE, *VALUES]) | st.integers() | st.floats() | characters()))
-
-
-@SOON
-@given(st.data())
-def test_a_value_that_is_wrong_anywhere_ends_in_a_sentence(broken, data):
-    anywhere(broken, data)
 
 
 # ---- run folders ----------------------------------------------------------------------------------------------------

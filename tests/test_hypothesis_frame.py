@@ -100,7 +100,7 @@ def test_frames_are_the_derivatives_of_what_attention_does(name):
     assert found.rank == min(n - 2, subject.facts["head_dim"] // 2) and found.d_model == subject.facts["d_model"]
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_neox", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "gpt2", "gemma2", "opt"])
 def test_key_directions_and_readouts_are_gradients_at_the_residual_stream(name):
     """At a residual of mean 0 and mean square 1 (+1 and -1 in turn) a norm's gradient is its gain, but for the part
     along the residual itself, and along the mean where it takes it off: both are projected out on either side."""

@@ -231,8 +231,6 @@ def test_layers_of_a_hybrid_keep_their_numbers_and_sites_of_other_depths_go_toge
     [
         ([1, 2, 3, 4, 6], "in layers 1 to 4, 6;"),
         ([4, 5, 6, 7], "from layer 4;"),
-        ([2, 3], "in layers 2, 3;"),
-        ([5], "in layer 5;"),
         (range(8), "at every layer read;"),
     ],
 )
