@@ -34,23 +34,17 @@ def run_folder(tmp_path_factory) -> Path:
 
 
 def test_a_scan_ends_in_a_table_and_a_run_folder_with_a_page(run_folder):
-    assert {p.name for p in run_folder.iterdir()} == {
-        "record.json",
-        "arrays.safetensors",
-        "prompts.jsonl",
-        "report.html",
-    }
+    files = {"record.json", "arrays.safetensors", "prompts.jsonl", "report.html"}
+    assert {p.name for p in run_folder.iterdir()} == files
     record = Record.load(run_folder)
     assert set(record.results) == set(chosen(None)) - record.unmeasured.keys()
     assert "no exact answer" in record.unmeasured["length_generalisation"]
     assert set(record.unmeasured) == {"length_generalisation", "belief_clusters", "qk_alignment"}
     assert len(record.prompts["text"]) == 20
     assert record.subject["self_check"]["logits"] == 0
-    assert record.facts["command"].startswith(
-        "llmgeom scan --model pocket:pythia --domain math --n 20 --limit 80 --control-models 2"
-    )
-    for measured in record.results.values():
-        assert measured.estimates
+    command = "llmgeom scan --model pocket:pythia --domain math --n 20 --limit 80 --control-models 2"
+    assert record.facts["command"].startswith(command)
+    assert all(measured.estimates for measured in record.results.values())
 
 
 FEW = ("scan", "--domain", "math", "--n", "12", "--limit", "40", "--control-models", "2", "--quiet")
@@ -135,11 +129,7 @@ def test_fail_on_exits_3(again):
         (["--n", "100000"], "--n 100000: mixed gives a pool of"),
         (["--model", "pocket:pithia"], "pocket:pythia"),
         (["--model", "./nowhere"], "nowhere"),
-        (
-            ["--domain", "math", "--prompts", "x.txt"],
-            "--domain, --task, --process, --prompts and --prompts-from exclude each other",
-        ),
-        (["--prompts", "nowhere.txt"], "nowhere.txt"),
+        (["--domain", "math", "--prompts", "x.txt"], "--process, --prompts and --prompts-from exclude each other"),
         (["--batch-tokens", "0"], "--batch-tokens 0: expected at least 1"),
         (["--dtype", "float32", "--device", "cuda"], "this machine has no CUDA device; use --device cpu"),
     ],
@@ -172,9 +162,7 @@ def test_a_folder_with_another_run_is_left_alone(run_folder, tmp_path):
     assert (folder / "record.json").read_bytes() == before
 
 
-def test_of_two_runs_in_one_folder_the_one_that_ends_last_does_not_write_over_the_other(
-    run_folder, tmp_path, monkeypatch
-):
+def test_a_run_that_ends_in_the_folder_of_another_does_not_write_over_it(run_folder, tmp_path, monkeypatch):
     """Both begin in an empty folder, so that neither is refused at its start."""
     out, measure = tmp_path / "both", Run.record
 
