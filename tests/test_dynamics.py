@@ -319,6 +319,8 @@ def test_runs_that_cannot_be_followed_are_refused(runs, tmp_path):
     declined(("few", "snapshot"), few)
     other = str(train(replace(TINY, task="bijection:vocab=5,pairs=3"), tmp_path / "other").out)
     declined(("other", "task", "run0"), runs["run0"], other)
+    longer = str(train(replace(TINY, steps=13, seed=4), tmp_path / "longer").out)
+    declined(("longer", "run0", "5 to step 13", "5 to step 12"), runs["run0"], longer)
     wider = str(train(replace(TINY, width=16, seed=4), tmp_path / "wider").out)
     declined(("wider", "width", "run0", "16, not 8"), runs["run0"], wider)
     shutil.copytree(runs["random1"], tmp_path / "chosen")
