@@ -32,6 +32,13 @@ def batch():
     return in_text.sample(load_world("two-point", text=True), 60, 0)
 
 
+@pytest.fixture(scope="module")
+def odds(batch):
+    """[prompt label] the exact answer's log-probabilities less their mean."""
+    log_p = ExactAnswers(batch).log_p
+    return log_p - log_p.mean(1, keepdims=True)
+
+
 # ---- the line -------------------------------------------------------------------------------------------------------
 
 
@@ -99,9 +106,8 @@ def values(result):
     return {h.name: h for h in result.estimates}
 
 
-def test_a_belief_along_the_labels_is_read_where_no_common_direction_can(batch):
+def test_a_belief_along_the_labels_is_read_where_no_common_direction_can(batch, odds):
     truth = ExactAnswers(batch)
-    odds = truth.log_p - truth.log_p.mean(1, keepdims=True)
     x, own = planted(batch, odds)
     found = measure_belief(batch, [own, *strangers(batch)], 0)
     assert found["along"].min() > 0.7
@@ -113,17 +119,13 @@ def test_a_belief_along_the_labels_is_read_where_no_common_direction_can(batch):
     assert decodability(x[rows], odds[rows, 0], fold) < 0.1
 
 
-def test_without_untrained_copies_no_belief_is_claimed(batch):
-    truth = ExactAnswers(batch)
-    _, own = planted(batch, truth.log_p - truth.log_p.mean(1, keepdims=True))
-    found = measure_belief(batch, [own], 0)
+def test_without_untrained_copies_no_belief_is_claimed(batch, odds):
+    found = measure_belief(batch, [planted(batch, odds)[1]], 0)
     assert found["along"].min() > 0.7 and "along_null" not in found.arrays
     assert not any(h.claim for h in found.estimates) and values(found)[belief.LAST].null.startswith(depths.SHUFFLED)
 
 
-def test_a_direction_of_each_pairs_own_is_not_taken_for_the_labels(batch):
-    truth = ExactAnswers(batch)
-    odds = truth.log_p - truth.log_p.mean(1, keepdims=True)
+def test_a_direction_of_each_pairs_own_is_not_taken_for_the_labels(batch, odds):
     rng = np.random.default_rng(5)
     own_way = {pair: rng.standard_normal((2, WIDTH)) for pair in set(batch.cluster)}
     along = np.array([own_way[pair] for pair in batch.cluster])
@@ -140,9 +142,7 @@ def test_what_is_known_without_the_evidence_is_no_belief(batch, known):
     assert beyond(values(found)[belief.LAST]) != "yes"
 
 
-def test_the_order_in_which_labels_are_named_changes_nothing(batch):
-    truth = ExactAnswers(batch)
-    odds = truth.log_p - truth.log_p.mean(1, keepdims=True)
+def test_the_order_in_which_labels_are_named_changes_nothing(batch, odds):
     _, own = planted(batch, odds)
     turned = replace(
         batch,
@@ -182,9 +182,7 @@ def test_three_labels_are_a_simplex(batch):
 
 
 @pytest.mark.parametrize("needs_context", [True, False])
-def test_what_is_as_well_read_without_context_is_no_belief(batch, needs_context):
-    truth = ExactAnswers(batch)
-    odds = truth.log_p - truth.log_p.mean(1, keepdims=True)
+def test_what_is_as_well_read_without_context_is_no_belief(batch, odds, needs_context):
     own, nothing = planted(batch, odds)[1], planted(batch, np.zeros_like(odds), 3)[1]
     cut = nothing if needs_context else planted(batch, odds, 3)[1]
     found = measure_belief(batch, [own, *strangers(batch)], 0, cut)

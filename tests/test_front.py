@@ -36,9 +36,7 @@ FLAGS = ("--n", "15", "--limit", "60", "--control-models", "2", "--probes", "att
 def test_a_scan_from_python_is_the_commands_record_to_the_byte(subject, tmp_path):
     record = llmgeom.scan(subject, "math", **FEW)
     record.save(tmp_path / "python")
-    done = CliRunner().invoke(
-        main, ["scan", "--domain", "math", *FLAGS, "-q", "--out", str(tmp_path / "command")], prog_name="llmgeom"
-    )
+    done = scan("--domain", "math", *FLAGS, "--out", str(tmp_path / "command"))
     assert done.exit_code == 0, done.output
     assert content(tmp_path / "python") == content(tmp_path / "command")
     # With a folder it writes what the command writes, the page included.
@@ -127,10 +125,8 @@ def test_strings_are_read_wherever_a_batch_is(subject):
         ([], "there is none"),
         ([3.5], "3.5 is no string"),
         ({"text": ["one", "two"]}, "is no string"),
-        (
-            pandas.DataFrame({"text": ["one", "two"]}),
-            "DataFrame.*from_frame",
-        ),  # "text", the column's name, was captured
+        # "text", the column's name, was captured.
+        (pandas.DataFrame({"text": ["one", "two"]}), "DataFrame.*from_frame"),
     ],
 )
 def test_what_is_no_prompt_is_refused(subject, prompts, words):
