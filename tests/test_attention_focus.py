@@ -58,14 +58,9 @@ def drawn(rng: np.random.Generator, sharp: list[float], sink: float = 0.0, n=N, 
 
 def view(sharp: list[float], seed: int, sink: float = 0.0, null: float = 0.5) -> ProbeInput:
     rng = np.random.default_rng(seed)
-    flat = [null] * len(sharp)
-    return ProbeInput(
-        capture=of_rows(drawn(rng, sharp, sink)),
-        entropy=rng.uniform(0, 8, N),
-        untrained=tuple(of_rows(drawn(rng, flat)) for _ in range(20)),
-        shuffled=tuple(of_rows(drawn(rng, flat)) for _ in range(20)),
-        seed=seed,
-    )
+    own, entropy = of_rows(drawn(rng, sharp, sink)), rng.uniform(0, 8, N)
+    untrained, shuffled = (tuple(of_rows(drawn(rng, [null] * len(sharp))) for _ in range(20)) for _ in range(2))
+    return ProbeInput(own, entropy, untrained, shuffled, seed=seed)
 
 
 def heads(result) -> dict:
@@ -84,11 +79,8 @@ def test_focusing_is_one_minus_the_ratio_of_the_mean_entropies():
     found = heads(result)
     assert found["focusing"].value == pytest.approx(1 - float(last / first), abs=1e-6)
     assert result["normalised"][0] == pytest.approx(float(first), abs=1e-6)
-    assert verdicts(result) == {
-        "focusing": "yes",
-        "focusing without the first token": "yes",
-        "weight on the first token": "no",
-    }
+    words = {"focusing": "yes", "focusing without the first token": "yes", "weight on the first token": "no"}
+    assert verdicts(result) == words
 
 
 def test_a_sink_alone_narrows_attention_but_not_without_the_first_token():

@@ -232,11 +232,8 @@ def planted(name: str, against: int | None = None) -> Model:
     rows = subject.model.get_output_embeddings().weight
     u = rows[5] - (0 if against is None else rows[against])
     attention = family.part(subject.model, LAYER, family.projection)
-    queries = (
-        family.layer(subject.model, LAYER).get_submodule(f"{family.attention}.q_proj")
-        if heads > kv_heads
-        else attention
-    )
+    layer = family.layer(subject.model, LAYER)
+    queries = layer.get_submodule(f"{family.attention}.q_proj") if heads > kv_heads else attention
     with torch.no_grad():
         # Without queries every head attends alike; otherwise heads would mix what is orthogonal back into c.
         for parameter in queries.parameters():

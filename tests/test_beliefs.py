@@ -121,12 +121,8 @@ def sequences():
     features = rivals([world], np.zeros(12, dtype=int), symbols.numpy())
     second = {name: of[:, 120:].reshape(12 * 120, -1) for name, of in features.items()}
     target, cluster = exact(world, symbols)[0][:, 120:].reshape(-1, 3), np.repeat(np.arange(12), 120)
-    return (
-        target,
-        second,
-        {name: r2(target, held_out(x, target, cluster)[""][1]) for name, x in second.items()},
-        cluster,
-    )
+    own = {name: r2(target, held_out(x, target, cluster)[""][1]) for name, x in second.items()}
+    return target, second, own, cluster
 
 
 @pytest.mark.parametrize("reader", ["exact belief", "last 3 symbols", "last 6 symbols", "six exponential filters"])
@@ -137,11 +133,8 @@ def test_a_planted_reader_is_recognised(sequences, reader):
     held = target if reader == "exact belief" else features[reader]
     stream = held @ rng.normal(size=(held.shape[1], 40)) + 0.01 * rng.normal(size=(len(held), 40))
     assert max(own, key=own.get) == "six exponential filters" and own["last 6 symbols"] < 0.85
-    known = {
-        "R2": None,
-        "best": basis(features["six exponential filters"]),
-        "all": basis(np.hstack([*features.values()])),
-    }
+    best, every = features["six exponential filters"], np.hstack([*features.values()])
+    known = {"R2": None, "best": basis(best), "all": basis(every)}
     spans = {name: interval_of_r2(*of, cluster) for name, of in held_out(stream, target, cluster, known).items()}
     if reader == "exact belief":
         assert spans["R2"][0] > 0.98 and spans["best"][1] > 0.5 and spans["all"][1] > 0.5

@@ -13,10 +13,7 @@ from llmgeom.errors import UserError
 from llmgeom.prompts import documents
 from llmgeom.prompts.documents import WORDS
 
-NOUNS = (
-    *("river", "stone", "light", "garden", "winter", "music", "paper", "window", "bread", "silver", "north"),
-    *("island",),
-)
+NOUNS = ("river", "stone", "light", "garden", "winter", "music", "paper", "window", "bread", "silver", "north")
 
 
 def prose(seed: int, least: int = 12, most: int = 70) -> str:

@@ -124,12 +124,8 @@ def test_the_command_ends_in_a_table_and_a_page_and_repeats_itself(tmp_path):
     done = call("--k", "0,2,4", "--surface", "list", "--out", str(out), "--json")
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)
-    assert {row["probe"] for row in told["verdicts"]} == {
-        "process",
-        "sula_belief",
-        "sula_controls",
-        "simplex: hidden state",
-    }
+    probes = {"process", "sula_belief", "sula_controls", "simplex: hidden state"}
+    assert {row["probe"] for row in told["verdicts"]} == probes
     record = Record.load(out)
     assert record.facts["command"] == (
         "llmgeom evidence --model pocket:pythia --surface list --k 0,2,4 --n 10 --control-models 2"

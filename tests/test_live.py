@@ -117,11 +117,8 @@ def test_it_is_the_report_with_one_section_more_and_the_same_for_the_same_run(ru
         for name in ("report.html", "one.html")
     ]
     assert ids[0] < ids[1] and {"live", "live-figure", "live-answers", "live-data"} <= ids[1] - ids[0]
-    policy = next(
-        a["content"]
-        for tag, a in Tree((tmp_path / "one.html").read_text(encoding="utf-8")).elements
-        if tag == "meta" and "http-equiv" in a
-    )
+    tree = Tree((tmp_path / "one.html").read_text(encoding="utf-8"))
+    policy = next(a["content"] for tag, a in tree.elements if tag == "meta" and "http-equiv" in a)
     assert "default-src 'none'" in policy and "unsafe-eval" not in policy
 
 

@@ -111,10 +111,8 @@ def test_a_dtype_of_torch_is_its_name_in_a_subject_and_in_a_command():
     assert loaded.model.dtype is torch.bfloat16 and loaded.facts == named.facts
     assert loaded.options == named.options == {"dtype": "bfloat16"}
     of_torch, of_text = (scan.RunConfig(domains=("math",), dtype=dtype) for dtype in (torch.bfloat16, "bfloat16"))
-    assert (
-        of_torch == of_text
-        and of_torch.command() == "llmgeom scan --model pocket:pythia --dtype bfloat16 --domain math"
-    )
+    assert of_torch == of_text
+    assert of_torch.command() == "llmgeom scan --model pocket:pythia --dtype bfloat16 --domain math"
     assert dynamics.RunConfig(task="coin", dtype=torch.float16).dtype == "float16"
     with refused(UserError, "--dtype float64", "bfloat16"):
         scan.RunConfig(dtype=torch.float64)
