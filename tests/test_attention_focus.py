@@ -20,8 +20,6 @@ from tests.refusals import refused
 from tests.words import beyond
 
 N = 60
-
-
 SITES = (Site.ATTENTION_ENTROPY, Site.ATTENTION_FIRST, Site.ATTENTION_REST)
 
 

@@ -25,8 +25,6 @@ from tests.families import FAMILIES, ragged
 from tests.refusals import refused
 
 NEAR = 2e-6  # families take softmax in float32, whatever their weights are
-
-
 _added: dict = {}
 
 
@@ -42,8 +40,6 @@ def _own(module, query, key, value, mask, **kwargs):
 
 
 AttentionInterface.register("oracle", _own)
-
-
 AttentionMaskInterface.register("oracle", eager_mask)
 
 

@@ -179,8 +179,6 @@ SMALL = {
     **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "pad_token_id": 0},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64},
 }
-
-
 ALTERNATING = {
     **{"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8, "head_dim": 8},
     **{"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8},

@@ -69,8 +69,6 @@ DECODERS = {
     "gemma2": ({"head_dim": 16, "sliding_window": 8, "final_logit_softcapping": 5.0}, [0, 1, 2, 3], True),
     "hyperclovax": ({"logits_scaling": 0.25}, [0, 1, 2, 3], True),
 }  # fmt: skip
-
-
 STARTS_AFTER = ("mamba", "mamba2", "falcon_mamba", "rwkv")  # their hidden states begin after the first layer
 
 

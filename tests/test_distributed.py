@@ -30,8 +30,6 @@ from tests.test_scan import probe
 from tests.test_store import contents, same, shards
 
 SCAN = ["scan", "--model", "pocket:pythia", "--domain", "math", "--n", "20", "--limit", "60", "--control-models", "3"]
-
-
 SCAN += ["--probes", "attention_focus", "--batch-tokens", "128", "--device", "cpu", "-q"]
 
 

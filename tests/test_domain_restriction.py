@@ -22,8 +22,6 @@ from tests.refusals import refused
 from tests.words import beyond
 
 N, D, LAYERS = 60, 32, 2
-
-
 CLAIM = "gain in PC1+PC2 share, as diverse"
 
 

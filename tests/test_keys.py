@@ -73,11 +73,7 @@ OTHER_RUNS = {
     "backend": bridged,
     "code of the model": own,
 }
-
-
 ZERO = Edit("value", lambda x, _: 0 * x, spec={"do": "zero"})
-
-
 OTHER_CAPTURES = {
     "prompts": {"batch": ragged(seed=2)},
     "lengths": {"batch": ragged(lengths=(23, 9, 17, 3))},
