@@ -72,7 +72,8 @@ def test_the_paired_interval_of_a_rank_correlation_covers(ours, theirs, truth):
     assert truth == pytest.approx(6 / np.pi * (math.asin(theirs / 2) - math.asin(ours / 2)), abs=1e-3)
     rng, hits, beyond = np.random.default_rng(3), 0, []
     for _ in range(120):
-        d = compare.difference(*_arguments(*two(rng, 16, ours, theirs)))
+        pair = (one.results["value_manifold"].estimates[0] for one in two(rng, 16, ours, theirs))
+        d = compare.difference("value_manifold", *pair)
         hits += d.low <= truth <= d.high
         beyond.append(d.p < 0.05)
     assert 0.89 <= hits / 120 <= 0.995
@@ -120,10 +121,6 @@ def test_the_paired_interval_of_two_held_out_scores_covers():
     value, low, high = np.array(places).T
     covered = np.mean((low <= value.mean()) & (value.mean() <= high))
     assert covered >= 0.92, covered
-
-
-def _arguments(first, other):
-    return "value_manifold", *(r.results["value_manifold"].estimates[0] for r in (first, other))
 
 
 def test_unpaired_adds_the_variances_of_the_stored_intervals_and_believes_the_longer_half():

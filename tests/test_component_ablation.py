@@ -315,11 +315,6 @@ def test_of_many_heads_the_largest_by_gradients_and_a_sample_are_edited(llama, m
 # ---- answers known beforehand ---------------------------------------------------------------------------------------
 
 
-def of_layers(name: str, layers: int) -> Family:
-    family = FAMILIES[name]
-    return replace(family, settings=family.settings | {"num_hidden_layers": layers})
-
-
 def outcome(record: Record, probe: str) -> dict:
     return {h.name: h for h in record.results[probe].estimates}
 
@@ -358,7 +353,8 @@ def test_where_nothing_reaches_the_output_there_is_no_share(family):
 
 
 def test_a_middle_block_that_writes_nothing_is_the_weakest():
-    family = of_layers("llama", 4)
+    family = FAMILIES["llama"]
+    family = replace(family, settings=family.settings | {"num_hidden_layers": 4})
     model = family.model()
     with torch.no_grad():
         for path in ("self_attn.o_proj", "mlp.down_proj"):

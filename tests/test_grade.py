@@ -11,12 +11,9 @@ from click.testing import CliRunner
 from llmgeom import wind_tunnels
 from llmgeom.cli import main
 from llmgeom.commands.grade import RunConfig, prepare
-from llmgeom.errors import UserError
 from llmgeom.record import Record
-from llmgeom.wind_tunnels.checkpoint import save_model
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
-from tests.refusals import refused
 from tests.words import beyond
 from tests.written_answers import KL, SKILL, found
 
@@ -81,12 +78,3 @@ def test_longer_sequences_of_the_same_task_have_a_horizon(tunnel, tmp_path):
 def test_a_refusal_is_one_sentence(flags, sentence):
     shown = CliRunner().invoke(main, ["grade", "-q", *flags])
     assert shown.exit_code == 1 and sentence in shown.output and shown.output.count("\n") == 1
-
-
-def test_a_damaged_task_file_is_refused(tunnel, tmp_path):
-    model = transformers.AutoModelForCausalLM.from_pretrained(tunnel)
-    facts = {"task": "bijection", "trained_queries": 7}
-    save_model(model, tmp_path / "copy", facts)
-    (tmp_path / "copy" / "task.json").write_text('{"task": "bijection"}')
-    with refused(UserError, "task.json"):
-        prepare(RunConfig(model=str(tmp_path / "copy"))).perform()

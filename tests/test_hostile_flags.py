@@ -47,10 +47,6 @@ def nothing_runs(monkeypatch, tmp_path):
         monkeypatch.setattr(owner, name, stop)
 
 
-def options() -> list[tuple[str, click.Parameter]]:
-    return [(name, one) for name, command in commands().items() for one in command.params]
-
-
 def words(command: str, parameter: click.Parameter, value: str) -> list[str]:
     beside = BESIDE.get(command, [])
     if isinstance(parameter, click.Argument):
@@ -81,6 +77,6 @@ def anything() -> st.SearchStrategy[str]:
 
 
 @settings(max_examples=30, deadline=None, database=None, derandomize=True)
-@given(st.sampled_from(options()), anything())
+@given(st.sampled_from([(name, one) for name, command in commands().items() for one in command.params]), anything())
 def test_an_option_given_anything_ends_in_a_sentence(option, value):
     ended(*words(*option, value))

@@ -174,11 +174,6 @@ def test_the_horizon_is_the_task_s_or_what_the_folder_tells_of_the_same_task():
     assert wind_tunnels.load_world("recurrence:horizon=5").sample(2, 0).source["trained"] == 5
 
 
-def test_nothing_past_the_horizon_is_refused():
-    with refused(UserError, 8):
-        length_generalisation.measure(view([0.1] * ASKED, trained=8))
-
-
 def test_a_scan_of_longer_sequences_knows_what_was_trained(tmp_path):
     """Through the command: what stands beside the weights is the horizon; and a damaged one is refused."""
     asked = Training("hmm:steps=4", arch="lstm", width=32, layers=1, steps=150, batch=64, lr="1e-2", snapshots=2)

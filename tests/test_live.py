@@ -299,14 +299,15 @@ def test_a_browser_that_computes_something_else_is_said_not_to_be_trusted(chromi
     import llmgeom.exports.live as live
 
     kept = live.contents
-    monkeypatch.setattr(live, "contents", lambda subject: (found := kept(subject)) | {"head": _moved(found["head"])})
+
+    def moved(subject):
+        head = (found := kept(subject))["head"]
+        return found | {"head": head | {"w": head["w"] + 1e-3 * np.arange(len(head["w"]))[:, None]}}
+
+    monkeypatch.setattr(live, "contents", moved)
     export(run, "live", str(tmp_path / "live.html"))
     with opened(chromium, tmp_path / "live.html") as view:
         assert view.text_content("#live-checked").startswith("⚠ Do not trust it in this browser.")
-
-
-def _moved(head: dict) -> dict:
-    return {**head, "w": head["w"] + 1e-3 * np.arange(len(head["w"]))[:, None]}
 
 
 @pytest.mark.browser

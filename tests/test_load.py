@@ -47,12 +47,6 @@ def test_a_loaded_model_is_the_file_upcast_and_checked():
     assert subject.facts["weights"] == subject.weight_hash
 
 
-def test_step0_is_the_twin_of_the_card_s_seed_and_not_the_trained_model():
-    untrained, trained = Model.load("pocket:pythia@step0"), Model.load("pocket:pythia")
-    assert untrained.weight_hash == trained.initial(0).weight_hash != trained.weight_hash
-    assert untrained.name == "pocket:pythia@step0"
-
-
 # ---- a branch of the hub that moves while a command runs -----------------------------------------------------------
 
 OLD, NEW = "a" * 40, "b" * 40
