@@ -14,6 +14,7 @@ from llmgeom.probe import ProbeInput
 from llmgeom.probes import value_manifold
 from llmgeom.probes.shared import representation_geometry
 from llmgeom.probes.value_manifold import WRITE
+from llmgeom.stats.pca import shares
 from tests.families import FAMILIES, VOCAB
 
 N = 40
@@ -61,12 +62,12 @@ def turned(model, seed: int):
     return other
 
 
-def made(subject: Model, batch: Batch, entropy: np.ndarray | None = None) -> ProbeInput:
+def made(subject: Model, batch: Batch) -> ProbeInput:
     """A scan's view with a few untrained controls only: what is compared are values, not verdicts."""
     capture = subject.capture(batch, SITES)
     untrained = tuple(subject.untrained(1 + i).capture(batch, {*SITES, Site.ENTROPY}) for i in range(2))
-    found = np.random.default_rng(0).uniform(0, 8, N) if entropy is None else entropy
-    return ProbeInput(capture=capture, entropy=found, untrained=untrained, shuffled=untrained, seed=0)
+    entropy = np.random.default_rng(0).uniform(0, 8, N)
+    return ProbeInput(capture=capture, entropy=entropy, untrained=untrained, shuffled=untrained, seed=0)
 
 
 def numbers(result) -> np.ndarray:
@@ -87,8 +88,9 @@ def test_a_change_of_basis_inside_heads_alters_values_and_not_writes():
     before = made(plain, batch)
     after = replace(before, capture=other.capture(batch, SITES))
     own, moved = (value_manifold.measure(v) for v in (before, after))
-    writes = [numbers(own), numbers(moved)]
-    np.testing.assert_allclose(writes[1], writes[0], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(numbers(moved), numbers(own), rtol=1e-4, atol=1e-4)
+    for layer, write in enumerate(before.capture.attn_out.double().numpy()):
+        assert own[WRITE + "pc12"][layer] == pytest.approx(shares(write).numbers[1]), "of the writes themselves"
     for field in ("pc1", "pc12", "participation", "r2"):
         change = np.abs(moved[field] / own[field] - 1)
         assert change.max() > 0.01, field
