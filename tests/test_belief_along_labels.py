@@ -71,9 +71,7 @@ def test_blocks_hold_out_every_grouping_that_another_does_not_hold_out_already()
     found = blocks([cluster, pair, lead], 0)
     assert found.shape == (300, 2)
     for grouping, place in ((cluster, 0), (pair, 1), (lead, 1)):
-        assert len({(group, block) for group, block in zip(grouping, found[:, place], strict=True)}) == len(
-            set(grouping)
-        )
+        assert len({*zip(grouping, found[:, place], strict=True)}) == len({*grouping}), "a group lies in one block"
     assert blocks([pair, ["one"] * 300], 0).shape == (300, 1)  # one surface cannot be held out
 
 

@@ -155,9 +155,8 @@ def planted(subject, world, uses):
     unembedding does not read. No layer writes anything.
     """
     _, _, tokens = written(subject, world.sample(8, 0).inputs.data, world.vocabulary, "spaces", 0)
-    reads = (
-        subject.model.lm_head.weight[tokens[0]].detach().double() * subject.model.model.norm.weight.detach().double()
-    )
+    rows, gain = subject.model.lm_head.weight[tokens[0]], subject.model.model.norm.weight
+    reads = rows.detach().double() * gain.detach().double()
     onto, d = torch.linalg.pinv(reads).T, reads.shape[1]
     noise = torch.randn(d, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     free = torch.linalg.qr(torch.hstack([reads.T, noise]))[0].T[len(reads) :]

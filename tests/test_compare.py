@@ -130,9 +130,8 @@ def test_unpaired_adds_the_variances_of_the_stored_intervals_and_believes_the_lo
     error = math.hypot(0.06 / t.ppf(0.975, 39), 0.08 / t.ppf(0.975, 29))
     assert (d.method, d.clusters, d.error, d.value) == ("unpaired", 30, pytest.approx(error), pytest.approx(0.1))
     assert d.high - d.value == pytest.approx(t.ppf(0.975, 29) * error) == d.value - d.low
-    assert any(
-        note.startswith("unpaired: ") and "conservative" in note for note in compare.compare([first, other]).notes
-    )
+    notes = compare.compare([first, other]).notes
+    assert any(note.startswith("unpaired: ") and "conservative" in note for note in notes)
 
 
 def test_a_difference_of_bounded_numbers_ends_where_they_do():

@@ -301,9 +301,8 @@ def test_of_many_heads_the_largest_by_gradients_and_a_sample_are_edited(llama, m
     monkeypatch.setattr(component_ablation, "EDITED", 6)
     part = examine(llama, BATCH, "heads", nulls=2, exact=False).results["heads_zero"]
     edited = part.arrays["edited"] == 1
-    assert 7 < edited.sum() <= 12 and part.notes[-1].startswith(
-        "edited: the 6 heads of 16 that are largest by gradients"
-    )
+    assert 7 < edited.sum() <= 12
+    assert part.notes[-1].startswith("edited: the 6 heads of 16 that are largest by gradients")
     np.testing.assert_allclose(part.arrays["kl"][edited], whole.arrays["kl"][edited], rtol=1e-4)
     outside = whole.arrays["kl"][~edited]
     assert (part.arrays["interval"][~edited][:, 0] < outside).all()
@@ -362,9 +361,8 @@ def test_a_middle_block_that_writes_nothing_is_the_weakest():
     record = examine(Model.of(model, name="llama"), random_prompts(clusters=14), "blocks", nulls=3)
     for way in METHODS["blocks"]:
         measured, found = record.results[f"blocks_{way}"], outcome(record, f"blocks_{way}")
-        assert set(found) == {BRANCH, WEAKEST, OVER_MEDIAN, OVER_LAST} | (
-            {MLP_SHARE, MLP_NORM} if way == "mean" else set()
-        )
+        more = {MLP_SHARE, MLP_NORM} if way == "mean" else set()
+        assert set(found) == {BRANCH, WEAKEST, OVER_MEDIAN, OVER_LAST} | more
         assert all(measured.arrays[name][2] == 0 for name in ("attention", "mlp", "block", "relative"))
         assert (measured.arrays["block"][[0, 1, 3]] > 0.05).all()
         assert found[WEAKEST].value == found[OVER_MEDIAN].value == found[OVER_LAST].value == 0

@@ -302,9 +302,8 @@ def test_the_command_ablates_a_tunnel_s_model_on_its_own_task_everywhere(folder,
     assert done.exit_code == 0, done.output
     record = Record.load(tmp_path / "own")
     assert record.facts["components"]["positions"] == "all" and record.source["name"] == HMM
-    assert record.source["split"] == "held-out" and record.facts["command"].endswith(
-        "--what heads --control-models 1 --n 20"
-    )
+    assert record.source["split"] == "held-out"
+    assert record.facts["command"].endswith("--what heads --control-models 1 --n 20")
     assert "ise of |H_model - H_exact|" in (tmp_path / "own" / "report.html").read_text()
     done = ablate(*given, "--what", "blocks", "--positions", "query", "--task", FEW, "--out", str(tmp_path / "other"))
     assert done.exit_code == 0, done.output

@@ -148,9 +148,8 @@ def test_where_the_memory_is_not_to_be_used_a_control_is_a_second_copy(why, monk
 
 def test_a_scan_by_name_holds_one_copy_and_finds_what_two_copies_find(monkeypatch):
     subject = Model.load("pocket:llama")
-    batch = Batch.of(
-        [f"{a} {b} {c}." for a in ("The", "A") for b in ("cat", "dog", "sum") for c in ("is", "has", "of")]
-    )
+    texts = [f"{a} {b} {c}." for a in ("The", "A") for b in ("cat", "dog", "sum") for c in ("is", "has", "of")]
+    batch = Batch.of(texts)
     found = {"two": run_probes(replace(subject, in_place=False), batch, probes.known(("attention_focus",)), controls=5)}
     monkeypatch.setattr(controls, "untrained", lambda *_: pytest.fail("a second copy"))
     found["one"] = run_probes(subject, batch, probes.known(("attention_focus",)), controls=5)

@@ -179,9 +179,8 @@ def test_latex_closes_what_it_opens_whatever_the_names_are(run):
     assert holds[-1].strip() == "holds" and "^{1}" in holds[3]
     none = next(row for row in cells(source) if row[0].strip() == "none")
     assert none[3].strip() == "--" and none[4].strip() == "--"
-    assert (
-        source.count(f"$^{{1}}$ {latex.escaped('untrained')}.") == 1
-    )  # named below the claims, by the number beside them
+    # Named below the claims, by the number beside them.
+    assert source.count(f"$^{{1}}$ {latex.escaped('untrained')}.") == 1
     assert "Not measured: other (no keys 50\\%" in source
 
 
@@ -212,10 +211,7 @@ def test_powers_of_ten_in_a_table_keep_their_sign():
 
 @pytest.mark.parametrize(
     ("form", "package", "sentence"),
-    [
-        ("parquet", "pyarrow", "pip install pyarrow"),
-        ("svg", "kaleido", "pip install 'llmgeom[images]'"),
-    ],
+    [("parquet", "pyarrow", "pip install pyarrow"), ("svg", "kaleido", "pip install 'llmgeom[images]'")],
 )
 def test_a_package_that_is_not_there_is_one_sentence_with_the_command(run, monkeypatch, form, package, sentence):
     monkeypatch.setitem(sys.modules, package, None)

@@ -31,9 +31,8 @@ def messages(chat):
 
 
 def batch(chats, **more):
-    return files.from_frame(
-        {"text": [f"chat {i}" for i in range(len(chats))], "messages": [*map(messages, chats)], **more}
-    )
+    texts = [f"chat {i}" for i in range(len(chats))]
+    return files.from_frame({"text": texts, "messages": [*map(messages, chats)], **more})
 
 
 @pytest.fixture(scope="module")
