@@ -112,21 +112,13 @@ def test_the_step_of_a_revision_is_read_from_its_name(revision, expected):
     assert revision_step(revision) == expected
 
 
-def test_seeds_of_a_suite_are_replicates(checkpoints, tmp_path, monkeypatch):
-    """Two hub models with the same revisions: two runs, with intervals over them."""
-    load = Model.load.__func__
-    places = {"step0": "0", "step100": "100", "step1000": "1000"}
-
-    def stub(cls, model, revision=None, **options):
-        subject = load(cls, str(checkpoints / f"checkpoint-{places[revision]}"))
-        with torch.no_grad():
-            next(subject.model.parameters()).add_(int(model[-1]) * 1e-3 * (revision != "step0"))
-        return subject
-
-    monkeypatch.setattr(Model, "load", classmethod(stub))
-    asked = RunConfig(runs=("a/seed1", "a/seed2"), revisions=tuple(places), probes=(), n=10, out=str(tmp_path / "o"))
-    _, record = perform(asked)
-    assert record.results["drift"].ticks["run"] == ("a/seed1", "a/seed2")
+def test_seeds_of_a_suite_are_replicates(tmp_path, monkeypatch):
+    """Two hub models with the same revisions are two runs."""
+    followed, names = [], ("step0", "step100", "step1000")
+    monkeypatch.setattr(study, "study", lambda runs, *_, **__: followed.extend(runs))
+    perform(RunConfig(runs=("a/seed1", "a/seed2"), revisions=names, probes=(), out=str(tmp_path / "o")))
+    assert [(run.name, run.steps) for run in followed] == [(name, (0, 100, 1000)) for name in ("a/seed1", "a/seed2")]
+    assert all(run.places == tuple((run.name, name) for name in names) for run in followed)
 
 
 def test_a_training_whose_start_was_not_saved_is_warned_of():
