@@ -269,6 +269,7 @@ def test_another_sequence_s_posterior_is_at_the_same_position():
 # ---- prompts: lens and alignment -------------------------------------------------------------------------------------
 
 
+@torch.no_grad()
 def test_what_is_observed_is_the_kl_of_the_answer_from_the_lens_of_each_depth(llama):
     """The lens itself is judged in test_unembedding.py."""
     batch = ragged()

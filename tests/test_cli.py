@@ -77,7 +77,7 @@ def again(run_folder):
 def test_json_is_one_object_with_the_verdicts(again):
     result, out = again
     body = json.loads(result.stdout)
-    assert body["schema_version"] == 1 and body["status"] == "ok"
+    assert body["schema_version"] == 1 and body["status"] == "failed", "as --fail-on says"
     ends = {"difference_low", "difference_high"}
     estimates = {h.name: h for m in Record.load(out).results.values() for h in m.estimates}
     assert [one["draws"] for one in body["controls"]] == [2]
