@@ -10,14 +10,10 @@ from sklearn.linear_model import LinearRegression
 from llmgeom.batch import Posterior
 from llmgeom.errors import Unavailable
 from llmgeom.model.capture import Capture, Site
-from llmgeom.model.model import Model
 from llmgeom.probe import WHOLE, ProbeInput
-from llmgeom.probes import belief_readout, known
+from llmgeom.probes import belief_readout
 from llmgeom.probes.shared.belief_geometry import CORNERS, FURTHER, OF_ALL, measure_belief
-from llmgeom.run import run_probes
 from llmgeom.wind_tunnels import load_world
-from llmgeom.wind_tunnels.training import train
-from llmgeom.wind_tunnels.training_config import Training
 from tests.refusals import refused
 
 WIDTH, SEQUENCES = 24, 40
@@ -145,23 +141,6 @@ def test_a_task_without_a_hidden_state_has_no_belief():
     ):
         with refused(Unavailable, "hidden state" if one.capture is view.capture else "one point"):
             measure_belief(one)
-
-
-def test_a_scan_of_a_chain_holds_the_belief_and_its_controls(tmp_path):
-    spec = "edge_hmm:process=rrxor,steps=4"
-    folder = train(Training(spec, width=16, layers=1, heads=2, steps=3, batch=8), tmp_path / "t").out
-    task = load_world(spec)
-    record = run_probes(
-        Model.load(str(folder)),
-        task.truncated(30, 0),
-        known(["belief_readout"]),
-        controls=2,
-        samples={WHOLE: task.sample(30, 0)},
-    )
-    result = record.results["belief_readout"]
-    assert result.arrays["belief_r2"].shape == (2,) and result.arrays["belief_r2_null"].shape == (2, 2)
-    assert result.arrays["belief_held"].shape == result.arrays["belief_exact"].shape == (30, 2)
-    assert {OF_ALL, FURTHER} <= {h.name for h in result.estimates if not h.verdict}
 
 
 def test_a_state_that_is_never_likely_costs_the_belief_and_not_the_read_out():

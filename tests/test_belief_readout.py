@@ -300,14 +300,16 @@ def test_the_way_of_the_lens():
 # ---- the whole way ---------------------------------------------------------------------------------------------------
 
 
-def test_a_model_without_attention_is_scanned_with_its_whole_sequences(tmp_path):
-    asked = Training("hmm:steps=4", arch="lstm", width=32, layers=2, heads=2, steps=3, batch=8)
-    folder = train(asked, tmp_path / "t").out
-    task = wind_tunnels.load_world("hmm:steps=4")
+def test_a_chain_is_scanned_with_its_whole_sequences_its_belief_and_its_controls(tmp_path):
+    spec = "edge_hmm:process=rrxor,steps=4"
+    folder = train(Training(spec, arch="lstm", width=32, layers=2, heads=2, steps=3, batch=8), tmp_path / "t").out
+    task = wind_tunnels.load_world(spec)
     samples = {WHOLE: task.sample(25, 0, "held-out")}
     cut = task.truncated(25, 0, "held-out")
     record = run_probes(Model.load(str(folder)), cut, known(["belief_readout"]), controls=2, samples=samples)
     found = record.results["belief_readout"]
-    assert len(found.arrays["missed"]) == 3
-    assert found.notes == ("25 sequences, 100 queries, seed 0",)
+    assert len(found.arrays["missed"]) == len(found.arrays["belief_r2"]) == 3
+    assert found.arrays["belief_r2_null"].shape == (3, 2) and found.arrays["belief_held"].shape == (25, 2)
+    assert found.notes[0] == "25 sequences, 100 queries, seed 0"
     assert found.estimates[0].n == 100 and found.estimates[0].clusters == 25
+    assert {belief_geometry.OF_ALL, belief_geometry.FURTHER} <= {h.name for h in found.estimates if not h.verdict}
