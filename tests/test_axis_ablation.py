@@ -436,6 +436,12 @@ def test_a_request_ends_in_a_record_and_a_page_and_repeats_itself(tmp_path):
         ({"process": "two-point", "domain": "math"}, "--domain math"),
         ({"process": "two-point", "ks": (0, 1)}, "--k 0,1"),
         ({"domain": "maths"}, "maths"),
+        ({"nulls": 5}, "--control-models 5 with --what axis"),
+        ({"what": "head"}, "--what head"),
+        ({"what": "heads", "mode": "steer"}, "--mode steer with --what heads"),
+        ({"what": "blocks", "directions": ("pc1",)}, "--direction pc1 with --what blocks"),
+        ({"what": "heads", "layers": "each"}, "--layers each with --what heads"),
+        ({"what": "heads", "controls": 20}, "--random-edits 20 with --what heads"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_before_anything_is_loaded(wrong, says, monkeypatch):

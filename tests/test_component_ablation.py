@@ -10,7 +10,6 @@ from scipy import stats as scipy_stats
 
 from llmgeom.batch import Batch, Tokens
 from llmgeom.commands.ablate import RunConfig, prepare
-from llmgeom.errors import UserError
 from llmgeom.model import intervention
 from llmgeom.model.capture import Site
 from llmgeom.model.intervention import Intervention, two_stages
@@ -40,7 +39,6 @@ from llmgeom.run import Run
 from llmgeom.stats.ridge_probe import folds
 from llmgeom.wind_tunnels import load_world
 from tests.families import FAMILIES, VOCAB, Family, first, hooked
-from tests.refusals import refused
 from tests.test_axis_ablation import runner_of
 
 KINDS = ("gpt_neox", "llama")
@@ -486,21 +484,3 @@ def test_a_request_ends_in_a_record_and_a_page_with_a_map(tmp_path):
     text = (out / "report.html").read_text()
     assert "Heads, one at a time: set to the mean" in text and "Heat map of 4 layers by 4 heads" in text
     assert "ablated at every position but the first" in text
-
-
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        ({"what": "head"}, "--what head"),
-        ({"what": "heads", "mode": "steer"}, "--mode steer with --what heads"),
-        ({"what": "blocks", "directions": ("pc1",)}, "--direction pc1 with --what blocks"),
-        ({"what": "heads", "layers": "each"}, "--layers each with --what heads"),
-        ({"what": "heads", "controls": 20}, "--random-edits 20 with --what heads"),
-        ({"nulls": 5}, "--control-models 5 with --what axis"),
-        ({"what": "heads", "nulls": 0}, "--control-models 0"),
-    ],
-)
-def test_what_cannot_be_asked_is_refused_before_anything_is_loaded(wrong, says, monkeypatch):
-    monkeypatch.setattr(RunConfig, "load", lambda *_: pytest.fail("loaded"))
-    with refused(UserError, says):
-        prepare(RunConfig(**wrong)).perform()
