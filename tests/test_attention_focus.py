@@ -17,7 +17,7 @@ from llmgeom.probes.attention_focus import Reach, visible
 from tests.families import FAMILIES, LENGTHS, ragged
 from tests.observed import observe
 from tests.refusals import refused
-from tests.words import beyond
+from tests.words import beyond, named
 
 N = 60
 SITES = (Site.ATTENTION_ENTROPY, Site.ATTENTION_FIRST, Site.ATTENTION_REST)
@@ -61,10 +61,6 @@ def view(sharp: list[float], seed: int, sink: float = 0.0, null: float = 0.5) ->
     return ProbeInput(own, entropy, untrained, shuffled, seed=seed)
 
 
-def heads(result) -> dict:
-    return {h.name: h for h in result.estimates}
-
-
 def verdicts(result) -> dict[str, str]:
     return {h.name: beyond(h) for h in result.estimates}
 
@@ -74,7 +70,7 @@ def test_focusing_is_one_minus_the_ratio_of_the_mean_entropies():
     result = attention_focus.measure(given)
     first = given.capture.tensors[Site.ATTENTION_ENTROPY, 0].double().mean() / np.log(12)
     last = given.capture.tensors[Site.ATTENTION_ENTROPY, 2].double().mean() / np.log(12)
-    found = heads(result)
+    found = named(result)
     assert found["focusing"].value == pytest.approx(1 - float(last / first), abs=1e-6)
     assert result["normalised"][0] == pytest.approx(float(first), abs=1e-6)
     words = {"focusing": "yes", "focusing without the first token": "yes", "weight on the first token": "no"}
@@ -98,7 +94,7 @@ def test_what_untrained_models_or_scrambled_text_do_as_well_is_not_above_the_nul
 
 def test_one_layer_has_nothing_to_narrow_from_and_no_verdict_about_it():
     result = attention_focus.measure(view([0.5], 7))
-    assert set(heads(result)) == {"weight on the first token"}
+    assert set(named(result)) == {"weight on the first token"}
     assert result.warnings == ("1 layer: the first layer is also the last, and focusing is left out",)
 
 
@@ -165,7 +161,7 @@ def test_short_prompts_are_left_out_and_said_so():
     result = attention_focus.measure(replace(given, capture=replace(given.capture, position=position)))
     assert result.estimates[0].n == N - 10
     kept = given.capture.tensors[Site.ATTENTION_FIRST, 2][10:].double().mean()
-    assert heads(result)["weight on the first token"].value == pytest.approx(float(kept))
+    assert named(result)["weight on the first token"].value == pytest.approx(float(kept))
     assert result.warnings == ("10 prompts of fewer than 3 tokens were left out",)
 
 

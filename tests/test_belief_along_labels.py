@@ -22,7 +22,7 @@ from llmgeom.wind_tunnels import load_world
 from studies import labels_along
 from tests.observed import observe
 from tests.refusals import refused
-from tests.words import beyond
+from tests.words import beyond, named
 
 WIDTH = 24
 
@@ -100,16 +100,12 @@ def strangers(batch, count=20):
     return [planted(batch, np.random.default_rng(i).normal(size=(len(batch), 2)), i)[1] for i in range(1, count + 1)]
 
 
-def values(result):
-    return {h.name: h for h in result.estimates}
-
-
 def test_a_belief_along_the_labels_is_read_where_no_common_direction_can(batch, odds):
     truth = ExactAnswers(batch)
     x, own = planted(batch, odds)
     found = measure_belief(batch, [own, *strangers(batch)], 0)
     assert found["along"].min() > 0.7
-    assert values(found)[belief.LAST].null_high < 0.1 and values(found)[belief.LAST].low > 0.5
+    assert named(found)[belief.LAST].null_high < 0.1 and named(found)[belief.LAST].low > 0.5
     # One direction for all pairs, the earlier read-out, finds nothing in the same vectors.
     rows = truth.observed
     np.testing.assert_allclose(found["coordinate"][:, 0], odds[rows, 0] / np.log(2))  # shown in bits
@@ -120,7 +116,7 @@ def test_a_belief_along_the_labels_is_read_where_no_common_direction_can(batch, 
 def test_without_untrained_copies_no_belief_is_claimed(batch, odds):
     found = measure_belief(batch, [planted(batch, odds)[1]], 0)
     assert found["along"].min() > 0.7 and "along_null" not in found.arrays
-    assert not any(h.claim for h in found.estimates) and values(found)[belief.LAST].null.startswith(depths.SHUFFLED)
+    assert not any(h.claim for h in found.estimates) and named(found)[belief.LAST].null.startswith(depths.SHUFFLED)
 
 
 def test_a_direction_of_each_pairs_own_is_not_taken_for_the_labels(batch, odds):
@@ -137,7 +133,7 @@ def test_what_is_known_without_the_evidence_is_no_belief(batch, known):
     strength = {"k": np.stack([k, -k], 1), "slot": np.tile([2.0, -2.0], (len(k), 1)), "nothing": np.zeros((len(k), 2))}
     found = measure_belief(batch, [planted(batch, strength[known])[1], *strangers(batch)], 0)
     assert found["along"].max() < 0.05
-    assert beyond(values(found)[belief.LAST]) != "yes"
+    assert beyond(named(found)[belief.LAST]) != "yes"
 
 
 def test_the_order_in_which_labels_are_named_changes_nothing(batch, odds):

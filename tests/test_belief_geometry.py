@@ -15,6 +15,7 @@ from llmgeom.probes import belief_readout
 from llmgeom.probes.shared.belief_geometry import CORNERS, FURTHER, OF_ALL, measure_belief
 from llmgeom.wind_tunnels import load_world
 from tests.refusals import refused
+from tests.words import named
 
 WIDTH, SEQUENCES = 24, 40
 
@@ -62,15 +63,11 @@ def of_next(outcomes: int):
     return lambda belief, following, noise: 30 * following @ into(outcomes, 2) + 0.01 * noise
 
 
-def found(made) -> dict:
-    return {h.name: h for h in made.estimates}
-
-
 def test_a_planted_belief_is_read_and_noise_is_not():
     streams = [noise_alone, planted(500.0, 5)]
     made = measure_belief(viewed("edge_hmm:process=rrxor", streams, [[noise_alone, noise_alone]] * 6))
     assert made["r2"][0] < 0.02 and made["r2"][1] > 0.97 and made["beyond"][1] > 0.95
-    of_all = found(made)[OF_ALL]
+    of_all = named(made)[OF_ALL]
     assert of_all.value == made["r2"][1] and of_all.low > 0.9 and of_all.null_high < 0.02 and of_all.p < 0.01
     assert of_all.null == "untrained (6 draws)" and of_all.n == 10 * SEQUENCES and of_all.clusters == SEQUENCES
     assert of_all.verdict == "" and of_all.claim == ""
@@ -95,12 +92,12 @@ def test_r2_is_that_of_least_squares_on_other_sequences():
 
 def test_what_the_next_observation_gives_is_not_counted_as_beyond_it():
     made = measure_belief(viewed("edge_hmm:process=rrxor", [noise_alone, of_next(2)]))
-    assert made["r2"][1] > 0.1 and made["beyond"][1] < 0.02 and found(made)[FURTHER].low < 0.02
+    assert made["r2"][1] > 0.1 and made["beyond"][1] < 0.02 and named(made)[FURTHER].low < 0.02
 
 
 def test_nothing_is_beyond_where_the_next_observation_gives_the_belief():
     made = measure_belief(viewed("edge_hmm", [noise_alone, of_next(3)]))
-    assert "beyond" not in made.arrays and FURTHER not in found(made) and "linear map" in made.unmeasured[FURTHER]
+    assert "beyond" not in made.arrays and FURTHER not in named(made) and "linear map" in made.unmeasured[FURTHER]
     assert made["r2"][1] > 0.99, "the next observation has it all"
 
 

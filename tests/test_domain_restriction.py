@@ -19,7 +19,7 @@ from llmgeom.result import Result
 from llmgeom.stats.pca import share_intervals, shares
 from llmgeom.stats.resampling import Interval
 from tests.refusals import refused
-from tests.words import beyond
+from tests.words import beyond, named
 
 N, D, LAYERS = 60, 32, 2
 CLAIM = "gain in PC1+PC2 share, as diverse"
@@ -62,10 +62,6 @@ def measure(given: ProbeInput) -> Result:
     return measure_gain(given, numbers(given.capture), np.array([numbers(control) for control in given.untrained]))
 
 
-def found(result) -> dict:
-    return {h.name: h for h in result.estimates}
-
-
 def test_gains_are_differences_of_scikit_learn_s_shares():
     given = view(0.9, 0.6)
     result = measure(given)
@@ -78,7 +74,7 @@ def test_gains_are_differences_of_scikit_learn_s_shares():
     for layer in range(LAYERS):
         own, matched = (numbers(c, layer) for c in (given.capture, given.samples[MATCHED].capture))
         assert result["pc12"][layer] == pytest.approx(own - matched)
-    heads = found(result)
+    heads = named(result)
     control = [
         numbers(a, 1) - numbers(b, 1) for a, b in zip(given.untrained, given.samples[MATCHED].untrained, strict=True)
     ]
@@ -88,19 +84,19 @@ def test_gains_are_differences_of_scikit_learn_s_shares():
 
 def test_a_domain_planted_flatter_gains_at_that_layer_only():
     result = measure(view(2.0, 0.3))
-    heads = found(result)
+    heads = named(result)
     assert beyond(heads[CLAIM]) == "yes"
     assert abs(result["pc12"][0]) < 0.05 < 0.2 < result["pc12"][1]
     assert heads[CLAIM].claim
 
 
 def test_a_gain_that_untrained_models_have_too_is_none():
-    heads = found(measure(view(1.6, 0.4, untrained=(1.6, 0.4))))
+    heads = named(measure(view(1.6, 0.4, untrained=(1.6, 0.4))))
     assert heads[CLAIM].value > 0.2 and beyond(heads[CLAIM]) != "yes"
 
 
 def test_to_lose_less_than_untrained_models_is_no_gain():
-    heads = found(measure(view(0.6, 0.6, untrained=(0.2, 2.0))))
+    heads = named(measure(view(0.6, 0.6, untrained=(0.2, 2.0))))
     assert (heads[CLAIM].null, heads[CLAIM].centre) == ("no gain", 0) and beyond(heads[CLAIM]) == "no"
 
 
