@@ -141,7 +141,7 @@ def test_a_task_without_a_hidden_state_has_no_belief():
 
 
 def test_a_state_that_is_never_likely_costs_the_belief_and_not_the_read_out():
-    view = viewed("edge_hmm", [noise_alone, planted(50.0, 3)], [[noise_alone, noise_alone]] * 2)
+    view = viewed("edge_hmm", [noise_alone, planted(50.0, 3)], [[noise_alone, noise_alone]], n=20)
 
     def never(capture: Capture) -> Capture:
         exact = capture.batch.posterior

@@ -139,7 +139,7 @@ def held(writes: list[tuple[torch.Tensor, torch.Tensor]], exact: Posterior, seed
     return Capture(batch, prompt, position, lengths, tensors)
 
 
-def viewed(writes, exact: Posterior, untrained: int = 12, known_writes: bool = True) -> SimpleNamespace:
+def viewed(writes, exact: Posterior, untrained: int = 8, known_writes: bool = True) -> SimpleNamespace:
     """Untrained controls whose writes are noise alone."""
     drawn = [[(noise(50 + 9 * i + n), noise(3000 + 9 * i + n)) for n in range(len(writes))] for i in range(untrained)]
     null = tuple(held(of_noise, exact, 9000 + i, known_writes) for i, of_noise in enumerate(drawn))
@@ -304,9 +304,10 @@ def test_a_chain_is_scanned_with_its_whole_sequences_its_belief_and_its_controls
     spec = "edge_hmm:process=rrxor,steps=4"
     folder = train(Training(spec, arch="lstm", width=32, layers=2, heads=2, steps=3, batch=8), tmp_path / "t").out
     task = wind_tunnels.load_world(spec)
-    samples = {WHOLE: task.sample(25, 0, "held-out")}
-    cut = task.truncated(25, 0, "held-out")
-    record = run_probes(Model.load(str(folder)), cut, known(["belief_readout"]), controls=2, samples=samples)
+    samples = {WHOLE: task.sample(25, 0)}
+    record = run_probes(
+        Model.load(str(folder)), task.truncated(25, 0), known(["belief_readout"]), controls=2, samples=samples
+    )
     found = record.results["belief_readout"]
     assert len(found.arrays["missed"]) == len(found.arrays["belief_r2"]) == 3
     assert found.arrays["belief_r2_null"].shape == (3, 2) and found.arrays["belief_held"].shape == (25, 2)

@@ -1,5 +1,6 @@
 """Beliefs in context: planted readers are recognised as what they are, and every number has a brute-force oracle."""
 
+import functools
 import itertools
 
 import numpy as np
@@ -161,17 +162,21 @@ def planted(subject, world, uses):
     noise = torch.randn(d, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     free = torch.linalg.qr(torch.hstack([reads.T, noise]))[0].T[len(reads) :]
 
+    @functools.cache
+    def known(symbols):
+        """(belief, answer) after each of a sequence's symbols."""
+        symbols = torch.tensor([symbols])
+        belief, answer = exact(world.showing(symbols.shape[1]), symbols)
+        return belief[0], answer[0] if uses else exact(world.showing(1), symbols.T)[1][:, 0]
+
     def plant(x, where):
         shown = torch.zeros_like(x, dtype=torch.float64)
         for row, ids in enumerate(where.tokens):
             start = int((ids[:, None] == tokens[0]).any(1).int().argmax())
-            symbols = (ids[start:, None] == tokens[0]).int().argmax(1)[None]
-            belief, answer = exact(world.showing(symbols.shape[1]), symbols)
-            if not uses:
-                answer = exact(world.showing(1), symbols.T)[1].transpose(1, 0, 2)
-            log_p = np.log(answer[0])
+            belief, answer = known(tuple((ids[start:, None] == tokens[0]).int().argmax(1).tolist()))
+            log_p = np.log(answer)
             shown[row, start:] = torch.from_numpy(log_p - log_p.mean(1, keepdims=True)) @ onto
-            shown[row, start:] += torch.from_numpy(belief[0]) @ free[1 : 1 + belief.shape[2]] * (not uses)
+            shown[row, start:] += torch.from_numpy(belief) @ free[1 : 1 + belief.shape[1]] * (not uses)
         rest = (d - shown.square().sum(-1, keepdim=True)).clamp_min(1e-6).sqrt()  # the final norm divides by 1
         return (shown + rest * free[0]).to(x)
 

@@ -194,7 +194,7 @@ def test_two_scans_of_the_same_prompts_by_two_models(tmp_path):
         tokenizer.save_pretrained(tmp_path / name)
     probes, first, second = ("attention_focus", "value_manifold"), tmp_path / "first", tmp_path / "second"
     for name, out, asked in (
-        ("mha", first, {"domains": ("math",), "n": 30, "limit": 60}),
+        ("mha", first, {"domains": ("math",), "n": 20, "limit": 40}),
         ("mqa", second, {"prompts_from": str(first)}),
     ):
         request = RunConfig(model=str(tmp_path / name), nulls=1, out=str(out), probes=probes, **asked)

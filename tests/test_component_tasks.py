@@ -237,7 +237,7 @@ def test_a_look_up_of_the_last_symbol_is_no_update(tmp_path):
     )
     found = Model.load(str(train(given, tmp_path / "run").out), offline=True)
     task = wind_tunnels.load_world("edge_hmm")
-    record = examine(found, task.sample(200, 0), "blocks", task=task, positions="query", nulls=2)
+    record = examine(found, task.sample(100, 0), "blocks", task=task, positions="query", nulls=2)
     h = next(h for h in record.results["blocks_mean"].estimates if h.name == MLP_SHARE)
     assert h.value > 0.9 and not h.claim
     assert "position and the token there" in record.unmeasured[f"blocks_mean: {MLP_SHARE}"]

@@ -27,7 +27,7 @@ def tunnel(tmp_path_factory):
 
 
 def test_a_trained_model_is_graded_from_its_folder(tunnel, tmp_path):
-    out, record = prepare(RunConfig(model=str(tunnel), n=200, nulls=20, out=str(tmp_path / "run"))).perform()
+    out, record = prepare(RunConfig(model=str(tunnel), n=100, nulls=8, out=str(tmp_path / "run"))).perform()
     assert found(record, "posterior", SKILL).value > 0.9
     assert 0.001 < found(record, "posterior", KL).value < 0.1
     assert beyond(found(record, "posterior", "mae_abs")) == "yes"
@@ -35,15 +35,15 @@ def test_a_trained_model_is_graded_from_its_folder(tunnel, tmp_path):
     assert "training drew 16,000 sequences" in record.facts["sizes"]
     (table,) = [why for why in record.results["posterior"].warnings if why.startswith("a table of 16,000")]
     assert "no sign of inference; train with --hold-out states" in table
-    assert record.facts["command"] == f"llmgeom grade --model {tunnel} --n 200 --control-models 20"
+    assert record.facts["command"] == f"llmgeom grade --model {tunnel} --n 100"
     assert (out / "report.html").exists()
-    again = prepare(RunConfig(model=str(tunnel), n=200, nulls=20, out=str(tmp_path / "again"))).perform()[1]
+    again = prepare(RunConfig(model=str(tunnel), n=100, nulls=8, out=str(tmp_path / "again"))).perform()[1]
     for probe, measured in Record.load(out).results.items():
         for name, array in measured.arrays.items():
             np.testing.assert_array_equal(array, again.results[probe].arrays[name])
     # Independently: the whole vocabulary's softmax of a plain forward pass.
     model = transformers.AutoModelForCausalLM.from_pretrained(tunnel)
-    batch = wind_tunnels.load_world("bijection").sample(200, 0, "held-out")
+    batch = wind_tunnels.load_world("bijection").sample(100, 0, "held-out")
     with torch.no_grad():
         log_q = model(batch.inputs.ids).logits[:, 0::2, 8:].double() - model(batch.inputs.ids).logits[
             :, 0::2

@@ -77,6 +77,7 @@ def scan(path: str, out: Path):
     return ended("scan", "--prompts", path, *flags, "--out", str(out))
 
 
+@pytest.mark.usefixtures("few_draws")
 def test_hostile_prompts_reach_the_page_as_they_were_written_and_as_text(tmp_path):
     done = scan(written(tmp_path / "prompts.jsonl", list(KEPT.values())), tmp_path / "run")
     assert done.exit_code == 0, done.output
