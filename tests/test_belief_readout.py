@@ -300,7 +300,7 @@ def test_the_way_of_the_lens():
 # ---- the whole way ---------------------------------------------------------------------------------------------------
 
 
-def test_a_chain_is_scanned_with_its_whole_sequences_its_belief_and_its_controls(tmp_path):
+def test_a_chain_is_scanned_with_its_whole_sequences_its_belief_and_its_controls(coarse, tmp_path):
     spec = "edge_hmm:process=rrxor,steps=4"
     folder = train(Training(spec, arch="lstm", width=32, layers=2, heads=2, steps=3, batch=8), tmp_path / "t").out
     task = wind_tunnels.load_world(spec)

@@ -258,7 +258,7 @@ def test_the_kl_of_gradients_is_the_kl_of_a_small_edit(family, subject):
     step = 0.02 * torch.randn(64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     both = {(point, layer): lambda x, _: step.expand_as(x) for point, layer in (("attn_out", 0), ("mlp_out", 1))}
     edits = [Intervention("x", both), Intervention("x", {("z", 1): lambda x, _: -0.02 * x}, slice(8, 16))]
-    exact, rough = runner.run(edits)["x/kl"], runner.approximate_kl(edits, 0, draws=300)
+    exact, rough = runner.run(edits)["x/kl"], runner.approximate_kl(edits, 0, draws=800)
     assert exact.min() > 1e-8
     np.testing.assert_allclose(rough.mean(1), exact.mean(1), rtol=0.1)
     assert np.corrcoef(rough[0], exact[0])[0, 1] > 0.98
@@ -470,16 +470,16 @@ def test_on_label_sequences_the_exact_answer_is_lost_too(pythia):
 
 
 def test_a_request_ends_in_a_record_and_a_page_with_a_map(tmp_path):
-    asked = RunConfig(offline=True, device="cpu", limit=40, n=12, nulls=1, what="heads", positions="all",
+    asked = RunConfig(offline=True, device="cpu", limit=40, n=20, nulls=1, what="heads", positions="all",
                     out=str(tmp_path / "run"))  # fmt: skip
     out, record = prepare(asked).perform()
     assert Record.load(out).facts["command"] == (
         "llmgeom ablate --model pocket:pythia --device cpu --offline --what heads --positions all "
-        "--control-models 1 --n 12 --limit 40"
+        "--control-models 1 --n 20 --limit 40"
     )
     assert set(record.results) == {"heads_zero", "heads_mean"} and not record.unmeasured
     assert record.results["heads_mean"].arrays["kl"].shape == (4, 4)
-    assert record.facts["estimated on"] + record.facts["prompts"] == 12 and record.facts["nulls"] == 1
+    assert record.facts["estimated on"] + record.facts["prompts"] == 20 and record.facts["nulls"] == 1
     assert "(1 draw)" in outcome(record, "heads_mean")[SHARE].null
     text = (out / "report.html").read_text()
     assert "Heads, one at a time: set to the mean" in text and "Heat map of 4 layers by 4 heads" in text

@@ -199,8 +199,9 @@ def test_answers_and_a_target_are_two_runs(prompts):
         perform(RunConfig(model="pocket:llama", prompts=str(prompts), answers="right", target="right"))
 
 
-def test_a_calibrated_model_whose_clusters_are_right_together_is_not_called_miscalibrated():
+def test_a_calibrated_model_whose_clusters_are_right_together_is_not_called_miscalibrated(monkeypatch):
     """Twenty questions in ten wordings each: with prompts as independent p was below .05 in all of 60."""
+    monkeypatch.setattr("llmgeom.probes.labels.answers.DRAWS", 99)
     p = []
     for seed in range(40):
         rng, cluster = np.random.default_rng(seed), np.repeat(np.arange(20), 10)
