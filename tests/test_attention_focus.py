@@ -17,11 +17,9 @@ from llmgeom.probes.attention_focus import Reach, visible
 from tests.families import FAMILIES, LENGTHS, ragged
 from tests.observed import observe
 from tests.refusals import refused
-from tests.words import beyond
+from tests.words import beyond, named
 
 N = 60
-
-
 SITES = (Site.ATTENTION_ENTROPY, Site.ATTENTION_FIRST, Site.ATTENTION_REST)
 
 
@@ -58,18 +56,9 @@ def drawn(rng: np.random.Generator, sharp: list[float], sink: float = 0.0, n=N, 
 
 def view(sharp: list[float], seed: int, sink: float = 0.0, null: float = 0.5) -> ProbeInput:
     rng = np.random.default_rng(seed)
-    flat = [null] * len(sharp)
-    return ProbeInput(
-        capture=of_rows(drawn(rng, sharp, sink)),
-        entropy=rng.uniform(0, 8, N),
-        untrained=tuple(of_rows(drawn(rng, flat)) for _ in range(20)),
-        shuffled=tuple(of_rows(drawn(rng, flat)) for _ in range(20)),
-        seed=seed,
-    )
-
-
-def heads(result) -> dict:
-    return {h.name: h for h in result.estimates}
+    own, entropy = of_rows(drawn(rng, sharp, sink)), rng.uniform(0, 8, N)
+    untrained, shuffled = (tuple(of_rows(drawn(rng, [null] * len(sharp))) for _ in range(20)) for _ in range(2))
+    return ProbeInput(own, entropy, untrained, shuffled, seed=seed)
 
 
 def verdicts(result) -> dict[str, str]:
@@ -81,14 +70,11 @@ def test_focusing_is_one_minus_the_ratio_of_the_mean_entropies():
     result = attention_focus.measure(given)
     first = given.capture.tensors[Site.ATTENTION_ENTROPY, 0].double().mean() / np.log(12)
     last = given.capture.tensors[Site.ATTENTION_ENTROPY, 2].double().mean() / np.log(12)
-    found = heads(result)
+    found = named(result)
     assert found["focusing"].value == pytest.approx(1 - float(last / first), abs=1e-6)
     assert result["normalised"][0] == pytest.approx(float(first), abs=1e-6)
-    assert verdicts(result) == {
-        "focusing": "yes",
-        "focusing without the first token": "yes",
-        "weight on the first token": "no",
-    }
+    words = {"focusing": "yes", "focusing without the first token": "yes", "weight on the first token": "no"}
+    assert verdicts(result) == words
 
 
 def test_a_sink_alone_narrows_attention_but_not_without_the_first_token():
@@ -108,7 +94,7 @@ def test_what_untrained_models_or_scrambled_text_do_as_well_is_not_above_the_nul
 
 def test_one_layer_has_nothing_to_narrow_from_and_no_verdict_about_it():
     result = attention_focus.measure(view([0.5], 7))
-    assert set(heads(result)) == {"weight on the first token"}
+    assert set(named(result)) == {"weight on the first token"}
     assert result.warnings == ("1 layer: the first layer is also the last, and focusing is left out",)
 
 
@@ -175,7 +161,7 @@ def test_short_prompts_are_left_out_and_said_so():
     result = attention_focus.measure(replace(given, capture=replace(given.capture, position=position)))
     assert result.estimates[0].n == N - 10
     kept = given.capture.tensors[Site.ATTENTION_FIRST, 2][10:].double().mean()
-    assert heads(result)["weight on the first token"].value == pytest.approx(float(kept))
+    assert named(result)["weight on the first token"].value == pytest.approx(float(kept))
     assert result.warnings == ("10 prompts of fewer than 3 tokens were left out",)
 
 
@@ -184,10 +170,3 @@ def test_too_few_long_prompts_are_refused():
     short = replace(given.capture, position=given.capture.position * 0)
     with refused(UserError, 0, 3, 5):
         attention_focus.measure(replace(given, capture=short))
-
-
-def test_uniform_attention_is_at_its_maximum_of_one():
-    result = attention_focus.measure(view([0.0, 0.0, 3.0], 2))
-    np.testing.assert_allclose(result["normalised"][:2], 1, atol=1e-6)
-    np.testing.assert_allclose(result["entropy"][:2], np.log2(12), atol=1e-5)
-    np.testing.assert_allclose(result["rest"][:2], 1, atol=1e-6)

@@ -17,7 +17,6 @@ from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit
 from llmgeom.model.intervention import Intervention, Runner
 from llmgeom.model.model import Model
-from llmgeom.model.weights import norm_gain
 from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis, Mode, matched_weights, readout_direction
 from llmgeom.probes.interventions.axis_ablation import CONTROL, DOSES, EQUAL, KL, dose_estimate, project_out, question
 from llmgeom.probes.interventions.halves import prompt_outcomes
@@ -179,14 +178,14 @@ def test_sets_of_components_reach_the_variance_with_one_taken_in_part():
     assert ((found > 0).mean(0) > 0.3).all(), "every component has its turn"
 
 
+# ---- what is measured -----------------------------------------------------------------------------------------------
+
+
 PLANTED = {"gpt_neox": 10.0, "llama": 5.0, "mistral": 5.0}
 
 
 def examine(subject: Model, batch: Batch, **options) -> Record:
     return Run(question(subject, batch, **options)).record()
-
-
-# ---- what is measured -----------------------------------------------------------------------------------------------
 
 
 def test_effects_are_what_the_log_probabilities_say(subject):
@@ -234,11 +233,8 @@ def planted(name: str, against: int | None = None) -> Model:
     rows = subject.model.get_output_embeddings().weight
     u = rows[5] - (0 if against is None else rows[against])
     attention = family.part(subject.model, LAYER, family.projection)
-    queries = (
-        family.layer(subject.model, LAYER).get_submodule(f"{family.attention}.q_proj")
-        if heads > kv_heads
-        else attention
-    )
+    layer = family.layer(subject.model, LAYER)
+    queries = layer.get_submodule(f"{family.attention}.q_proj") if heads > kv_heads else attention
     with torch.no_grad():
         # Without queries every head attends alike; otherwise heads would mix what is orthogonal back into c.
         for parameter in queries.parameters():
@@ -315,15 +311,6 @@ def test_the_readout_direction_is_what_moves_the_stream_towards_the_first_token(
     torch.testing.assert_close(((after - before) * wanted).sum(1), d @ step.double(), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("name", "path", "start"), [("gemma2", "model.norm", 1), ("opt", "model.decoder.final_layer_norm", 0)]
-)
-def test_the_gain_of_the_final_norm_is_read_however_it_is_stored(name, path, start):
-    subject = Model.of(FAMILIES[name].model(), name=name)
-    weight = subject.model.get_submodule(path).weight.detach().double() + start
-    torch.testing.assert_close(norm_gain(subject.unembed.norm, len(weight)), weight, rtol=1e-4, atol=1e-5)
-
-
 def test_an_output_that_is_projected_has_no_readout_direction_and_the_rest_is_measured():
     """OPT-350m's last layer is wider than its output embedding."""
     config = transformers.OPTConfig(
@@ -357,9 +344,8 @@ def test_several_layers_are_edited_together_and_each_alone(llama):
     assert alone["kl"][0] != pytest.approx(alone["kl"][1], rel=0.1)
     assert outcome(both)["ablation_pc1", KL].value > max(alone["kl"]) / 2
     assert both.facts["axis"]["layers"] == [0, 1]
-    assert outcome(examine(llama, BATCH, directions=("pc1",), layers=(0,), controls=5))[
-        "ablation_pc1", KL
-    ].value == pytest.approx(alone["kl"][0], rel=1e-6)
+    first = examine(llama, BATCH, directions=("pc1",), layers=(0,), controls=5)
+    assert outcome(first)["ablation_pc1", KL].value == pytest.approx(alone["kl"][0], rel=1e-6)
 
 
 def test_the_positive_control_cuts_what_differs_from_the_mean(llama):
@@ -403,9 +389,6 @@ def test_39_control_edits_decide_and_err_as_rarely_as_they_should():
     assert used <= 13 and found > 240, (used, found)
 
 
-# ---- the command ----------------------------------------------------------------------------------------------------
-
-
 def test_evidence_is_the_divergence_of_the_exact_answer(pythia):
     batch = in_text.sample(load_world("two-point", text=True), 24, 0, pythia.tokenizer, ks=(1, 2))
     record = examine(pythia, batch, directions=("pc1",), controls=2, positions="all")
@@ -429,6 +412,9 @@ def test_evidence_is_the_divergence_of_the_exact_answer(pythia):
     np.testing.assert_allclose(found, missed[0] - missed[1], atol=1e-5)
 
 
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
 def test_a_request_ends_in_a_record_and_a_page_and_repeats_itself(tmp_path):
     asked = RunConfig(offline=True, device="cpu", limit=60, n=20, controls=3, directions=("ridge",), mode="keep-only",
                     positions="all", layers="1,3", out=str(tmp_path / "run"))  # fmt: skip
@@ -436,10 +422,8 @@ def test_a_request_ends_in_a_record_and_a_page_and_repeats_itself(tmp_path):
     command = Record.load(out).facts["command"]
     expected = "--positions all --direction ridge --mode keep-only --layers 1,3 --random-edits 3 --n 20"
     assert command.startswith(f"llmgeom ablate --model pocket:pythia --device cpu --offline {expected}")
-    assert (
-        set(record.results) == {CONTROL, "ablation_ridge"}
-        and record.facts["estimated on"] + record.facts["prompts"] == 20
-    )
+    assert set(record.results) == {CONTROL, "ablation_ridge"}
+    assert record.facts["estimated on"] + record.facts["prompts"] == 20
     assert record.results["ablation_ridge"].arrays["scale"] > 0
     assert "Positive control" in (out / "report.html").read_text()
 
@@ -453,6 +437,12 @@ def test_a_request_ends_in_a_record_and_a_page_and_repeats_itself(tmp_path):
         ({"process": "two-point", "domain": "math"}, "--domain math"),
         ({"process": "two-point", "ks": (0, 1)}, "--k 0,1"),
         ({"domain": "maths"}, "maths"),
+        ({"nulls": 5}, "--control-models 5 with --what axis"),
+        ({"what": "head"}, "--what head"),
+        ({"what": "heads", "mode": "steer"}, "--mode steer with --what heads"),
+        ({"what": "blocks", "directions": ("pc1",)}, "--direction pc1 with --what blocks"),
+        ({"what": "heads", "layers": "each"}, "--layers each with --what heads"),
+        ({"what": "heads", "controls": 20}, "--random-edits 20 with --what heads"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_before_anything_is_loaded(wrong, says, monkeypatch):

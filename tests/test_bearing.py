@@ -109,16 +109,12 @@ def looked_up(task: Recall) -> Callable[[Tensor], Tensor]:
     ("spelt", "n", "change"),
     [
         ("bijection:vocab=5,pairs=5", 30, other_pairs),
-        ("bijection:vocab=4,pairs=4", 30, other_pairs),
-        ("bijection:vocab=6,pairs=6,replacement=true", 60, other_pairs),
         ("bijection:vocab=4,pairs=4,replacement=true", 80, other_pairs),
         ("markov:symbols=4,steps=5", 30, other_symbols),
         ("markov:symbols=3,steps=7,fixed=false", 80, other_symbols),
-        ("markov:symbols=5,steps=9,fixed=false", 30, other_symbols),
         ("recall:pairs=3,queries=2,keys=5,values=5", 20, other_tokens),
         ("recall:pairs=3,queries=3,filler=2,keys=4,values=4", 20, other_tokens),
         ("recall:pairs=3,queries=2,filler=2,keys=5,values=5,layout=papers", 20, other_tokens),
-        ("keyed_hmm:steps=6,chains=3", 10, other_rows),
         ("keyed_hmm:states=2,symbols=4,steps=5,chains=2", 10, other_rows),
     ],
 )
@@ -130,14 +126,6 @@ def test_a_position_bears_if_some_other_content_there_changes_the_answer(spelt, 
     assert found.dtype == torch.bool
     for x, row in zip(inputs.tolist(), found.tolist(), strict=True):
         assert row == by_trial(task, x, change, answer)
-
-
-def test_without_replacement_the_same_positions_bear_in_every_sequence():
-    """There is nothing in their content for attention to find: a rule about positions is enough."""
-    found = load_world("bijection").bearing(load_world("bijection").sample(50, 0).inputs.data)
-    assert (found == found[0]).all()
-    again = load_world("bijection:replacement=true")
-    assert not (again.bearing(again.sample(50, 0).inputs.data) == again.bearing(again.sample(1, 0).inputs.data)).all()
 
 
 def test_tasks_without_contrast_say_none():

@@ -22,7 +22,7 @@ from llmgeom.wind_tunnels import load_world
 from studies import labels_along
 from tests.observed import observe
 from tests.refusals import refused
-from tests.words import beyond
+from tests.words import beyond, named
 
 WIDTH = 24
 
@@ -30,6 +30,13 @@ WIDTH = 24
 @pytest.fixture(scope="module")
 def batch():
     return in_text.sample(load_world("two-point", text=True), 60, 0)
+
+
+@pytest.fixture(scope="module")
+def odds(batch):
+    """[prompt label] the exact answer's log-probabilities less their mean."""
+    log_p = ExactAnswers(batch).log_p
+    return log_p - log_p.mean(1, keepdims=True)
 
 
 # ---- the line -------------------------------------------------------------------------------------------------------
@@ -64,9 +71,7 @@ def test_blocks_hold_out_every_grouping_that_another_does_not_hold_out_already()
     found = blocks([cluster, pair, lead], 0)
     assert found.shape == (300, 2)
     for grouping, place in ((cluster, 0), (pair, 1), (lead, 1)):
-        assert len({(group, block) for group, block in zip(grouping, found[:, place], strict=True)}) == len(
-            set(grouping)
-        )
+        assert len({*zip(grouping, found[:, place], strict=True)}) == len({*grouping}), "a group lies in one block"
     assert blocks([pair, ["one"] * 300], 0).shape == (300, 1)  # one surface cannot be held out
 
 
@@ -95,17 +100,12 @@ def strangers(batch, count=20):
     return [planted(batch, np.random.default_rng(i).normal(size=(len(batch), 2)), i)[1] for i in range(1, count + 1)]
 
 
-def values(result):
-    return {h.name: h for h in result.estimates}
-
-
-def test_a_belief_along_the_labels_is_read_where_no_common_direction_can(batch):
+def test_a_belief_along_the_labels_is_read_where_no_common_direction_can(batch, odds):
     truth = ExactAnswers(batch)
-    odds = truth.log_p - truth.log_p.mean(1, keepdims=True)
     x, own = planted(batch, odds)
     found = measure_belief(batch, [own, *strangers(batch)], 0)
     assert found["along"].min() > 0.7
-    assert values(found)[belief.LAST].null_high < 0.1 and values(found)[belief.LAST].low > 0.5
+    assert named(found)[belief.LAST].null_high < 0.1 and named(found)[belief.LAST].low > 0.5
     # One direction for all pairs, the earlier read-out, finds nothing in the same vectors.
     rows = truth.observed
     np.testing.assert_allclose(found["coordinate"][:, 0], odds[rows, 0] / np.log(2))  # shown in bits
@@ -113,17 +113,13 @@ def test_a_belief_along_the_labels_is_read_where_no_common_direction_can(batch):
     assert decodability(x[rows], odds[rows, 0], fold) < 0.1
 
 
-def test_without_untrained_copies_no_belief_is_claimed(batch):
-    truth = ExactAnswers(batch)
-    _, own = planted(batch, truth.log_p - truth.log_p.mean(1, keepdims=True))
-    found = measure_belief(batch, [own], 0)
+def test_without_untrained_copies_no_belief_is_claimed(batch, odds):
+    found = measure_belief(batch, [planted(batch, odds)[1]], 0)
     assert found["along"].min() > 0.7 and "along_null" not in found.arrays
-    assert not any(h.claim for h in found.estimates) and values(found)[belief.LAST].null.startswith(depths.SHUFFLED)
+    assert not any(h.claim for h in found.estimates) and named(found)[belief.LAST].null.startswith(depths.SHUFFLED)
 
 
-def test_a_direction_of_each_pairs_own_is_not_taken_for_the_labels(batch):
-    truth = ExactAnswers(batch)
-    odds = truth.log_p - truth.log_p.mean(1, keepdims=True)
+def test_a_direction_of_each_pairs_own_is_not_taken_for_the_labels(batch, odds):
     rng = np.random.default_rng(5)
     own_way = {pair: rng.standard_normal((2, WIDTH)) for pair in set(batch.cluster)}
     along = np.array([own_way[pair] for pair in batch.cluster])
@@ -137,12 +133,10 @@ def test_what_is_known_without_the_evidence_is_no_belief(batch, known):
     strength = {"k": np.stack([k, -k], 1), "slot": np.tile([2.0, -2.0], (len(k), 1)), "nothing": np.zeros((len(k), 2))}
     found = measure_belief(batch, [planted(batch, strength[known])[1], *strangers(batch)], 0)
     assert found["along"].max() < 0.05
-    assert beyond(values(found)[belief.LAST]) != "yes"
+    assert beyond(named(found)[belief.LAST]) != "yes"
 
 
-def test_the_order_in_which_labels_are_named_changes_nothing(batch):
-    truth = ExactAnswers(batch)
-    odds = truth.log_p - truth.log_p.mean(1, keepdims=True)
+def test_the_order_in_which_labels_are_named_changes_nothing(batch, odds):
     _, own = planted(batch, odds)
     turned = replace(
         batch,
@@ -182,9 +176,7 @@ def test_three_labels_are_a_simplex(batch):
 
 
 @pytest.mark.parametrize("needs_context", [True, False])
-def test_what_is_as_well_read_without_context_is_no_belief(batch, needs_context):
-    truth = ExactAnswers(batch)
-    odds = truth.log_p - truth.log_p.mean(1, keepdims=True)
+def test_what_is_as_well_read_without_context_is_no_belief(batch, odds, needs_context):
     own, nothing = planted(batch, odds)[1], planted(batch, np.zeros_like(odds), 3)[1]
     cut = nothing if needs_context else planted(batch, odds, 3)[1]
     found = measure_belief(batch, [own, *strangers(batch)], 0, cut)

@@ -1,5 +1,6 @@
 """Beliefs in context: planted readers are recognised as what they are, and every number has a brute-force oracle."""
 
+import functools
 import itertools
 
 import numpy as np
@@ -115,28 +116,26 @@ def test_the_interval_is_the_jackknife_over_sequences():
 
 @pytest.fixture(scope="module")
 def sequences():
-    """(exact belief, features of each rival, cluster) of a process where a few symbols say little."""
+    """(exact belief, features of each rival, R2 of each, cluster) of a process where a few symbols say little."""
     world = long(SLOW, 240)
     symbols = world.sample(12, 0).inputs.data
     features = rivals([world], np.zeros(12, dtype=int), symbols.numpy())
     second = {name: of[:, 120:].reshape(12 * 120, -1) for name, of in features.items()}
-    return exact(world, symbols)[0][:, 120:].reshape(-1, 3), second, np.repeat(np.arange(12), 120)
+    target, cluster = exact(world, symbols)[0][:, 120:].reshape(-1, 3), np.repeat(np.arange(12), 120)
+    own = {name: r2(target, held_out(x, target, cluster)[""][1]) for name, x in second.items()}
+    return target, second, own, cluster
 
 
 @pytest.mark.parametrize("reader", ["exact belief", "last 3 symbols", "last 6 symbols", "six exponential filters"])
 def test_a_planted_reader_is_recognised(sequences, reader):
     """A stream that holds what a reader knows, in random directions with a little noise."""
-    target, features, cluster = sequences
+    target, features, own, cluster = sequences
     rng = np.random.default_rng(3)
     held = target if reader == "exact belief" else features[reader]
     stream = held @ rng.normal(size=(held.shape[1], 40)) + 0.01 * rng.normal(size=(len(held), 40))
-    own = {name: r2(target, held_out(x, target, cluster)[""][1]) for name, x in features.items()}
     assert max(own, key=own.get) == "six exponential filters" and own["last 6 symbols"] < 0.85
-    known = {
-        "R2": None,
-        "best": basis(features["six exponential filters"]),
-        "all": basis(np.hstack([*features.values()])),
-    }
+    best, every = features["six exponential filters"], np.hstack([*features.values()])
+    known = {"R2": None, "best": basis(best), "all": basis(every)}
     spans = {name: interval_of_r2(*of, cluster) for name, of in held_out(stream, target, cluster, known).items()}
     if reader == "exact belief":
         assert spans["R2"][0] > 0.98 and spans["best"][1] > 0.5 and spans["all"][1] > 0.5
@@ -145,32 +144,39 @@ def test_a_planted_reader_is_recognised(sequences, reader):
         assert (spans["best"][1] > 0.1) == (reader == "last 6 symbols")  # which filters do not know
 
 
-def planted(world, uses):
+@pytest.fixture(scope="module")
+def llama():
+    return llmgeom.load("pocket:llama", device="cpu")
+
+
+def planted(subject, world, uses):
     """A language model whose stream, from the embedding on, holds the exact belief that it computes from its tokens.
 
     Its answer is the exact one (`uses`), or that of a reader of the last symbol, with the belief in directions that the
     unembedding does not read. No layer writes anything.
     """
-    subject = llmgeom.load("pocket:llama", device="cpu")
     _, _, tokens = written(subject, world.sample(8, 0).inputs.data, world.vocabulary, "spaces", 0)
-    reads = (
-        subject.model.lm_head.weight[tokens[0]].detach().double() * subject.model.model.norm.weight.detach().double()
-    )
+    rows, gain = subject.model.lm_head.weight[tokens[0]], subject.model.model.norm.weight
+    reads = rows.detach().double() * gain.detach().double()
     onto, d = torch.linalg.pinv(reads).T, reads.shape[1]
     noise = torch.randn(d, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     free = torch.linalg.qr(torch.hstack([reads.T, noise]))[0].T[len(reads) :]
+
+    @functools.cache
+    def known(symbols):
+        """(belief, answer) after each of a sequence's symbols."""
+        symbols = torch.tensor([symbols])
+        belief, answer = exact(world.showing(symbols.shape[1]), symbols)
+        return belief[0], answer[0] if uses else exact(world.showing(1), symbols.T)[1][:, 0]
 
     def plant(x, where):
         shown = torch.zeros_like(x, dtype=torch.float64)
         for row, ids in enumerate(where.tokens):
             start = int((ids[:, None] == tokens[0]).any(1).int().argmax())
-            symbols = (ids[start:, None] == tokens[0]).int().argmax(1)[None]
-            belief, answer = exact(world.showing(symbols.shape[1]), symbols)
-            if not uses:
-                answer = exact(world.showing(1), symbols.T)[1].transpose(1, 0, 2)
-            log_p = np.log(answer[0])
+            belief, answer = known(tuple((ids[start:, None] == tokens[0]).int().argmax(1).tolist()))
+            log_p = np.log(answer)
             shown[row, start:] = torch.from_numpy(log_p - log_p.mean(1, keepdims=True)) @ onto
-            shown[row, start:] += torch.from_numpy(belief[0]) @ free[1 : 1 + belief.shape[2]] * (not uses)
+            shown[row, start:] += torch.from_numpy(belief) @ free[1 : 1 + belief.shape[1]] * (not uses)
         rest = (d - shown.square().sum(-1, keepdim=True)).clamp_min(1e-6).sqrt()  # the final norm divides by 1
         return (shown + rest * free[0]).to(x)
 
@@ -179,9 +185,9 @@ def planted(world, uses):
 
 
 @pytest.mark.parametrize("uses", [True, False])
-def test_a_model_that_uses_the_belief_and_one_that_only_holds_it_are_told_apart(uses):
+def test_a_model_that_uses_the_belief_and_one_that_only_holds_it_are_told_apart(llama, uses):
     world = long(SLOW, 48)
-    found = planted(world, uses).beliefs(SLOW, sequences=8, length=48, controls=0)
+    found = planted(llama, world, uses).beliefs(SLOW, sequences=8, length=48, controls=0)
     moved = {name.partition(": ")[2]: [found.used[f"moved{end}"][i] for end in ("", ", low", ", high")]
              for i, name in enumerate(found.used.ticks["edit"])}  # fmt: skip
     assert found["R2"][0] > (0.9 if uses else 0.99)
@@ -206,11 +212,10 @@ def test_the_kernel_has_the_changes_of_a_belief_that_the_next_symbol_does_not_sh
     assert np.abs(_kernel(*(of.reshape(-1, 3) for of in of_mess3))).max() < 1e-9
 
 
-def test_a_language_model_is_read_beside_its_rivals():
+def test_a_language_model_is_read_beside_its_rivals(llama):
     """The embedding of a letter is a function of the last symbol, and so is everything without attention."""
-    subject = llmgeom.load("pocket:llama", device="cpu")
-    found = subject.beliefs(["edge-hmm", "edge-hmm:stay=0.1"], sequences=16, length=48, controls=1)
-    single = subject.beliefs("edge-hmm", sequences=8, length=48, controls=1)
+    found = llama.beliefs(["edge-hmm", "edge-hmm:stay=0.1"], sequences=16, length=48, controls=1)
+    single = llama.beliefs("edge-hmm", sequences=8, length=48, controls=1)
     assert single["R2"][0] == pytest.approx(single.rivals["last 1 symbol"], abs=0.02)
     assert single[ABLATED][-1] == pytest.approx(single["R2"][0], abs=0.05)
     assert single.attrs["best rival"] in single.rivals and single.rivals["exact next symbol"] > 0.999
@@ -220,11 +225,10 @@ def test_a_language_model_is_read_beside_its_rivals():
     assert single.answers["KL of an even answer"][-1] == pytest.approx(even, rel=1e-6)
 
 
-def test_a_symbol_is_predicted_by_what_stands_just_before_it():
-    subject = llmgeom.load("pocket:llama", device="cpu")
+def test_a_symbol_is_predicted_by_what_stands_just_before_it(llama):
     symbols = load_world("edge-hmm:steps=20").sample(4, 0).inputs.data
     for rendering in ("spaces", "commas", "lines", "anew"):
-        ids, asked, tokens = written(subject, symbols, 3, rendering, 0)
+        ids, asked, tokens = written(llama, symbols, 3, rendering, 0)
         following = torch.tensor(asked[:-1]) + 1
         assert torch.equal(ids[:, following], tokens.gather(1, symbols[:, 1:]))
         assert asked[-1] == ids.shape[1] - 1
@@ -243,10 +247,9 @@ def test_a_symbol_is_predicted_by_what_stands_just_before_it():
         ({"length": 5000}, "ask for fewer symbols"),
     ],
 )
-def test_what_cannot_be_asked_is_said(options, said):
-    subject = llmgeom.load("pocket:llama", device="cpu")
+def test_what_cannot_be_asked_is_said(llama, options, said):
     with pytest.raises(UserError, match=said):
-        subject.beliefs(**{"world": "edge-hmm", "sequences": 8, "length": 32, "controls": 0} | options)
+        llama.beliefs(**{"world": "edge-hmm", "sequences": 8, "length": 32, "controls": 0} | options)
 
 
 def test_the_best_of_many_layers_without_an_effect_is_seldom_above_nothing():

@@ -54,12 +54,11 @@ def plain(folder):
 
 def test_a_prompt_is_a_message_in_the_template(plain):
     chat = plain.chat()
-    expected = plain.tokenizer("Question from the user: Two and two\nThe answer is", add_special_tokens=False)[
-        "input_ids"
-    ]
+    written = "Question from the user: Two and two\nThe answer is"
+    expected = plain.tokenizer(written, add_special_tokens=False)["input_ids"]
     assert chat.tokens(["Two and two"]).real == [expected] == chat.chat().tokens(["Two and two"]).real
     assert plain.tokens(["Two and two"]).real != [expected]
-    assert chat.entropy("Two and two") == plain.entropy("Question from the user: Two and two\nThe answer is")
+    assert chat.entropy("Two and two") == plain.entropy(written)
 
 
 def test_a_shuffle_leaves_the_template_in_place(plain):
@@ -166,11 +165,9 @@ def test_answers_to_a_list_are_what_the_assistant_says(plain, folder, tmp_path):
         with torch.no_grad():
             ids = torch.tensor([plain.tokenizer(written, add_special_tokens=False)["input_ids"]])
             log_p = plain.model(ids).logits[0, -1].double().log_softmax(-1)
-        marks = [
-            plain.tokenizer(f" {mark}", add_special_tokens=False)["input_ids"]
-            for mark in batch.columns["marks"][i].split()
-        ]
-        own = log_p[torch.tensor(marks)[:, 0]].softmax(0).numpy()
+        marks = [f" {mark}" for mark in batch.columns["marks"][i].split()]
+        first = [ids[0] for ids in plain.tokenizer(marks, add_special_tokens=False)["input_ids"]]
+        own = log_p[first].softmax(0).numpy()
         exact = batch.exact.predictive[i, 0].double().exp().numpy()
         lost.append(float((exact * (np.log(exact) - np.log(own))).sum() / math.log(2)))
     heard = {h.name: h.value for h in record.results["process"].estimates}

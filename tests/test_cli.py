@@ -34,23 +34,17 @@ def run_folder(tmp_path_factory) -> Path:
 
 
 def test_a_scan_ends_in_a_table_and_a_run_folder_with_a_page(run_folder):
-    assert {p.name for p in run_folder.iterdir()} == {
-        "record.json",
-        "arrays.safetensors",
-        "prompts.jsonl",
-        "report.html",
-    }
+    files = {"record.json", "arrays.safetensors", "prompts.jsonl", "report.html"}
+    assert {p.name for p in run_folder.iterdir()} == files
     record = Record.load(run_folder)
     assert set(record.results) == set(chosen(None)) - record.unmeasured.keys()
     assert "no exact answer" in record.unmeasured["length_generalisation"]
     assert set(record.unmeasured) == {"length_generalisation", "belief_clusters", "qk_alignment"}
     assert len(record.prompts["text"]) == 20
     assert record.subject["self_check"]["logits"] == 0
-    assert record.facts["command"].startswith(
-        "llmgeom scan --model pocket:pythia --domain math --n 20 --limit 80 --control-models 2"
-    )
-    for measured in record.results.values():
-        assert measured.estimates
+    command = "llmgeom scan --model pocket:pythia --domain math --n 20 --limit 80 --control-models 2"
+    assert record.facts["command"].startswith(command)
+    assert all(measured.estimates for measured in record.results.values())
 
 
 FEW = ("scan", "--domain", "math", "--n", "12", "--limit", "40", "--control-models", "2", "--quiet")
@@ -75,15 +69,15 @@ def again(run_folder):
     """The same prompts once more, as the command prints them with --json: its result, and the run folder."""
     out = Path(f"{run_folder}-2")
     probes = ("--probes", "value_manifold,attention_focus")
-    return call(
-        "scan", "--prompts-from", str(run_folder), *probes, "--control-models", "2", "--json", "--out", str(out)
-    ), out
+    failing = ("--fail-on", "open,ruled out", "--fail-on", "small")
+    few = ("--control-models", "2", "--json", "--out", str(out))
+    return call("scan", "--prompts-from", str(run_folder), *probes, *failing, *few), out
 
 
 def test_json_is_one_object_with_the_verdicts(again):
     result, out = again
     body = json.loads(result.stdout)
-    assert body["schema_version"] == 1 and body["status"] == "ok"
+    assert body["schema_version"] == 1 and body["status"] == "failed", "as --fail-on says"
     ends = {"difference_low", "difference_high"}
     estimates = {h.name: h for m in Record.load(out).results.values() for h in m.estimates}
     assert [one["draws"] for one in body["controls"]] == [2]
@@ -123,24 +117,8 @@ def test_a_refusal_with_json_is_an_object_too(words, code, tmp_path):
     assert not call("scan", *words, "--out", str(tmp_path / "run")).stdout
 
 
-def test_prompts_from_reuses_the_prompts_to_the_letter(run_folder, again):
-    again = Record.load(again[1])
-    first = Record.load(run_folder)
-    assert again.prompts["text"] == first.prompts["text"]
-    assert again.prompts["template"] == first.prompts["template"]
-    assert again.facts["prompts_hash"] == first.facts["prompts_hash"]
-    assert again.source["name"] == first.source["name"] == "math" and again.title == first.title
-
-
-def test_fail_on_exits_3(run_folder, tmp_path):
-    result = call(
-        "scan",
-        *("--prompts-from", str(run_folder), "--control-models", "2", "--quiet", "--out", str(tmp_path / "x")),
-        *("--probes", "attention_focus"),
-        *("--fail-on", "open,ruled out", "--fail-on", "small"),
-    )
-    assert result.exit_code == 3
-    assert "--fail-on" in result.stderr
+def test_fail_on_exits_3(again):
+    assert again[0].exit_code == 3 and "--fail-on" in again[0].stderr
 
 
 @pytest.mark.parametrize(
@@ -151,11 +129,7 @@ def test_fail_on_exits_3(run_folder, tmp_path):
         (["--n", "100000"], "--n 100000: mixed gives a pool of"),
         (["--model", "pocket:pithia"], "pocket:pythia"),
         (["--model", "./nowhere"], "nowhere"),
-        (
-            ["--domain", "math", "--prompts", "x.txt"],
-            "--domain, --task, --process, --prompts and --prompts-from exclude each other",
-        ),
-        (["--prompts", "nowhere.txt"], "nowhere.txt"),
+        (["--domain", "math", "--prompts", "x.txt"], "--process, --prompts and --prompts-from exclude each other"),
         (["--batch-tokens", "0"], "--batch-tokens 0: expected at least 1"),
         (["--dtype", "float32", "--device", "cuda"], "this machine has no CUDA device; use --device cpu"),
     ],
@@ -188,9 +162,7 @@ def test_a_folder_with_another_run_is_left_alone(run_folder, tmp_path):
     assert (folder / "record.json").read_bytes() == before
 
 
-def test_of_two_runs_in_one_folder_the_one_that_ends_last_does_not_write_over_the_other(
-    run_folder, tmp_path, monkeypatch
-):
+def test_a_run_that_ends_in_the_folder_of_another_does_not_write_over_it(run_folder, tmp_path, monkeypatch):
     """Both begin in an empty folder, so that neither is refused at its start."""
     out, measure = tmp_path / "both", Run.record
 

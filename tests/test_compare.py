@@ -72,7 +72,8 @@ def test_the_paired_interval_of_a_rank_correlation_covers(ours, theirs, truth):
     assert truth == pytest.approx(6 / np.pi * (math.asin(theirs / 2) - math.asin(ours / 2)), abs=1e-3)
     rng, hits, beyond = np.random.default_rng(3), 0, []
     for _ in range(120):
-        d = compare.difference(*_arguments(*two(rng, 16, ours, theirs)))
+        pair = (one.results["value_manifold"].estimates[0] for one in two(rng, 16, ours, theirs))
+        d = compare.difference("value_manifold", *pair)
         hits += d.low <= truth <= d.high
         beyond.append(d.p < 0.05)
     assert 0.89 <= hits / 120 <= 0.995
@@ -122,10 +123,6 @@ def test_the_paired_interval_of_two_held_out_scores_covers():
     assert covered >= 0.92, covered
 
 
-def _arguments(first, other):
-    return "value_manifold", *(r.results["value_manifold"].estimates[0] for r in (first, other))
-
-
 def test_unpaired_adds_the_variances_of_the_stored_intervals_and_believes_the_longer_half():
     a, b = head("PC1 share", 0.4, 0.06, clusters=40), head("PC1 share", 0.5, clusters=30, low=0.5, high=0.58)
     (first, _), (_, other) = (two(np.random.default_rng(4), estimates=(h,)) for h in (a, b))
@@ -133,9 +130,8 @@ def test_unpaired_adds_the_variances_of_the_stored_intervals_and_believes_the_lo
     error = math.hypot(0.06 / t.ppf(0.975, 39), 0.08 / t.ppf(0.975, 29))
     assert (d.method, d.clusters, d.error, d.value) == ("unpaired", 30, pytest.approx(error), pytest.approx(0.1))
     assert d.high - d.value == pytest.approx(t.ppf(0.975, 29) * error) == d.value - d.low
-    assert any(
-        note.startswith("unpaired: ") and "conservative" in note for note in compare.compare([first, other]).notes
-    )
+    notes = compare.compare([first, other]).notes
+    assert any(note.startswith("unpaired: ") and "conservative" in note for note in notes)
 
 
 def test_a_difference_of_bounded_numbers_ends_where_they_do():

@@ -133,9 +133,7 @@ def output_of(block):
     return block.attention.dense if hasattr(block.attention, "dense") else block.attention.c_proj
 
 
-@pytest.mark.parametrize(
-    ("spec", "arch", "positions"), [(BIJECTION, "neox", "query"), (HMM, "gpt2", "all"), (FEW, "gpt2", "all")]
-)
+@pytest.mark.parametrize(("spec", "arch", "positions"), [(BIJECTION, "neox", "query"), (FEW, "gpt2", "all")])
 def test_a_head_replaced_everywhere_is_what_hooks_before_w_o_do(subject, spec, arch, positions):
     task, one = wind_tunnels.load_world(spec), subject(spec, arch)
     batch = batch_of(task)
@@ -189,42 +187,41 @@ def test_a_block_bypassed_everywhere_passes_its_input_on(subject, spec, arch):
             assert made["zero"][name][5, i] == pytest.approx(expected[name], rel=1e-3, abs=3e-6), name
 
 
-def test_the_record_holds_each_effect_s_mean(subject):
-    task, one = wind_tunnels.load_world(HMM), subject(HMM, "gpt2", 0, 3)
+@pytest.fixture(scope="module", params=["heads", "blocks"])
+def examined(request, subject):
+    """(kind, record) of three layers that know after 25 steps the mean answer of each position, and not the filter."""
+    kind, task = request.param, wind_tunnels.load_world(HMM)
+    return kind, examine(subject(HMM, "gpt2", 0, 3), batch_of(task), kind, task=task, positions="all", nulls=2)
+
+
+def test_the_record_holds_each_effect_s_mean(subject, examined):
+    task, one, (kind, record) = wind_tunnels.load_world(HMM), subject(HMM, "gpt2", 0, 3), examined
     batch = batch_of(task)
-    for kind in ("heads", "blocks"):
-        made = ablated(one, kind, "all", batch, task)
-        record = examine(one, batch, kind, task=task, positions="all", nulls=2)
-        assert record.source["name"] == HMM
-        for way, found in made.items():
-            arrays = record.results[f"{kind}_{way}"].arrays
-            clean = found["clean_mae"][0].mean()
-            assert arrays["clean_error"] == pytest.approx(clean) and clean > 0
-            mean = {name: found[name].mean(1) for name in ("kl", "evidence", "mae")}
-            if kind == "heads":
-                np.testing.assert_allclose(arrays["kl"], mean["kl"].reshape(3, 2))
-                np.testing.assert_allclose(arrays["evidence"], mean["evidence"].reshape(3, 2))
-                np.testing.assert_allclose(arrays["error"], mean["mae"].reshape(3, 2) - clean, atol=1e-12)
-            else:
-                np.testing.assert_allclose(arrays["block"], mean["kl"][6:])
-                np.testing.assert_allclose(arrays["evidence"], mean["evidence"][6:])
-                np.testing.assert_allclose(arrays["error"], mean["mae"][6:] / clean)
-                times = next(h for h in record.results[f"blocks_{way}"].estimates if h.name == TENFOLD)
-                assert times.value == pytest.approx(mean["mae"][7] / clean)
-            assert record.results[f"{kind}_{way}"].notes[0].startswith("ablated at every position; a mean for each")
-    assert record.prompts["entropy"][0] == pytest.approx(
-        np.mean(entropy(np.exp(said(task, one.model, halved(batch)[1][0])))), abs=1e-5
-    )
+    assert record.source["name"] == HMM
+    for way, found in ablated(one, kind, "all", batch, task).items():
+        arrays = record.results[f"{kind}_{way}"].arrays
+        clean = found["clean_mae"][0].mean()
+        assert arrays["clean_error"] == pytest.approx(clean) and clean > 0
+        mean = {name: found[name].mean(1) for name in ("kl", "evidence", "mae")}
+        if kind == "heads":
+            np.testing.assert_allclose(arrays["kl"], mean["kl"].reshape(3, 2))
+            np.testing.assert_allclose(arrays["evidence"], mean["evidence"].reshape(3, 2))
+            np.testing.assert_allclose(arrays["error"], mean["mae"].reshape(3, 2) - clean, atol=1e-12)
+        else:
+            np.testing.assert_allclose(arrays["block"], mean["kl"][6:])
+            np.testing.assert_allclose(arrays["evidence"], mean["evidence"][6:])
+            np.testing.assert_allclose(arrays["error"], mean["mae"][6:] / clean)
+            times = next(h for h in record.results[f"blocks_{way}"].estimates if h.name == TENFOLD)
+            assert times.value == pytest.approx(mean["mae"][7] / clean)
+    own = np.mean(entropy(np.exp(said(task, one.model, halved(batch)[1][0]))))
+    assert record.prompts["entropy"][0] == pytest.approx(own, abs=1e-5)
 
 
 # ---- what the papers claim ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["heads", "blocks"])
-def test_where_nothing_is_inferred_no_component_is_claimed_to_be_needed(subject, kind):
-    """After 25 steps the model knows the mean answer of each position, and not the filter."""
-    task = wind_tunnels.load_world(HMM)
-    record = examine(subject(HMM, "gpt2", 0, 3), batch_of(task), kind, task=task, positions="all", nulls=2)
+def test_where_nothing_is_inferred_no_component_is_claimed_to_be_needed(examined):
+    kind, record = examined
     every = {f"{probe}: {h.name}": h for probe, m in record.results.items() for h in m.estimates}
     claimed = {"heads": {SECOND}, "blocks": {TENFOLD, MLP_SHARE}}[kind]
     assert {name.partition(": ")[2] for name in record.unmeasured} == claimed
@@ -240,7 +237,7 @@ def test_a_look_up_of_the_last_symbol_is_no_update(tmp_path):
     )
     found = Model.load(str(train(given, tmp_path / "run").out), offline=True)
     task = wind_tunnels.load_world("edge_hmm")
-    record = examine(found, task.sample(200, 0), "blocks", task=task, positions="query", nulls=2)
+    record = examine(found, task.sample(100, 0), "blocks", task=task, positions="query", nulls=2)
     h = next(h for h in record.results["blocks_mean"].estimates if h.name == MLP_SHARE)
     assert h.value > 0.9 and not h.claim
     assert "position and the token there" in record.unmeasured[f"blocks_mean: {MLP_SHARE}"]
@@ -305,9 +302,8 @@ def test_the_command_ablates_a_tunnel_s_model_on_its_own_task_everywhere(folder,
     assert done.exit_code == 0, done.output
     record = Record.load(tmp_path / "own")
     assert record.facts["components"]["positions"] == "all" and record.source["name"] == HMM
-    assert record.source["split"] == "held-out" and record.facts["command"].endswith(
-        "--what heads --control-models 1 --n 20"
-    )
+    assert record.source["split"] == "held-out"
+    assert record.facts["command"].endswith("--what heads --control-models 1 --n 20")
     assert "ise of |H_model - H_exact|" in (tmp_path / "own" / "report.html").read_text()
     done = ablate(*given, "--what", "blocks", "--positions", "query", "--task", FEW, "--out", str(tmp_path / "other"))
     assert done.exit_code == 0, done.output
@@ -316,29 +312,16 @@ def test_the_command_ablates_a_tunnel_s_model_on_its_own_task_everywhere(folder,
 
 
 def test_what_a_task_does_not_have_is_said_in_one_sentence(folder, tmp_path):
-    neox, out = str(folder(BIJECTION, "neox")), ("--out", str(tmp_path / "run"))
-    for options, says in (
-        (["--model", neox], f"{BIJECTION}: an axis can only be edited on prompts; with a task use"),
-        (
-            ["--model", neox, "--what", "heads", "--task", HMM, "--process", "coin"],
-            f"--process coin with --task {HMM}: prompts come",
-        ),
-        (
-            ["--model", neox, "--what", "heads", "--task", HMM, "--domain", "math"],
-            f"--domain math with --task {HMM}: prompts come",
-        ),
-        (
-            ["--model", neox, "--what", "heads", "--task", "bijection:vocab=9"],
-            "has 8 outputs; bijection:vocab=9 needs 18",
-        ),
-        (
-            ["--model", neox, "--what", "heads", "--task", "regression"],
-            "regression asks for real numbers: ablations compare",
-        ),
-        (["--model", str(folder(HMM, "lstm")), "--what", "heads"], "an lstm model has no attention"),
-        (["--model", str(folder(HMM, "lstm")), "--what", "blocks"], "an lstm model has no attention"),
+    neox, lstm = folder(BIJECTION, "neox"), folder(HMM, "lstm")
+    for model, options, says in (
+        (neox, "", f"{BIJECTION}: an axis can only be edited on prompts; with a task use"),
+        (neox, f"--what heads --task {HMM} --process coin", f"--process coin with --task {HMM}: prompts come"),
+        (neox, f"--what heads --task {HMM} --domain math", f"--domain math with --task {HMM}: prompts come"),
+        (neox, "--what heads --task bijection:vocab=9", "has 8 outputs; bijection:vocab=9 needs 18"),
+        (neox, "--what heads --task regression", "regression asks for real numbers: ablations compare"),
+        (lstm, "--what blocks", "an lstm model has no attention"),
     ):
-        done = ablate(*options, *out)
+        done = ablate("--model", str(model), *options.split(), "--out", str(tmp_path / "run"))
         assert done.exit_code == 1 and says in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
 
 

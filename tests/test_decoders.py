@@ -17,24 +17,13 @@ from tests.refusals import refused
 USUAL = {"vocab_size": 120, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "pad_token_id": 0,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1,
          "eos_token_id": 2}  # fmt: skip
-
-
 LINEAR = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 4, "linear_num_value_heads": 4}
-
-
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-
-
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 8, "mamba_n_groups": 1}
-
-
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
           "num_key_value_heads": 4}  # fmt: skip
-
-
 SHARED = {"num_key_value_heads": 4, "mamba_d_state": 8, "attention_head_dim": 32,
           "layers_block_type": ["mamba", "hybrid"] * 2}  # fmt: skip
-
 
 # Model type -> its settings, the layers that have attention, and whether what its branches write is known.
 DECODERS = {
@@ -80,8 +69,6 @@ DECODERS = {
     "gemma2": ({"head_dim": 16, "sliding_window": 8, "final_logit_softcapping": 5.0}, [0, 1, 2, 3], True),
     "hyperclovax": ({"logits_scaling": 0.25}, [0, 1, 2, 3], True),
 }  # fmt: skip
-
-
 STARTS_AFTER = ("mamba", "mamba2", "falcon_mamba", "rwkv")  # their hidden states begin after the first layer
 
 

@@ -28,7 +28,7 @@ def test_the_area_of_one_stratum_a_cluster_is_the_mean_of_scikit_learns():
     assert area(score, positive, stratum, stratum).value == pytest.approx(np.mean(each))
 
 
-@pytest.mark.parametrize(("apart", "spread"), [(0.0, 0.0), (1.0, 0.0), (0.5, 1.0), (2.5, 0.0)])
+@pytest.mark.parametrize(("apart", "spread"), [(0.0, 0.0), (0.5, 1.0), (2.5, 0.0)])
 def test_the_interval_holds_the_truth(apart, spread):
     """P(positive > negative) = E Phi((apart + spread z) / sqrt 2), which is Phi(apart / sqrt(2 + spread^2))."""
     truth = norm.cdf(apart / np.sqrt(2 + spread**2))

@@ -19,6 +19,7 @@ from llmgeom.commands.distributed import Share
 from llmgeom.errors import UserError
 from llmgeom.model import running
 from llmgeom.model.capture import Site
+from llmgeom.model.loading import usable
 from llmgeom.model.model import Model
 from llmgeom.model.passes import Observer
 from llmgeom.plan import MODEL, Plan
@@ -29,9 +30,7 @@ from tests.refusals import refused
 from tests.test_scan import probe
 from tests.test_store import contents, same, shards
 
-SCAN = ["scan", "--model", "pocket:pythia", "--domain", "math", "--n", "20", "--limit", "60", "--control-models", "3"]
-
-
+SCAN = ["scan", "--model", "pocket:pythia", "--domain", "math", "--n", "12", "--limit", "40", "--control-models", "3"]
 SCAN += ["--probes", "attention_focus", "--batch-tokens", "128", "--device", "cpu", "-q"]
 
 
@@ -122,9 +121,7 @@ def test_shares_together_make_all_that_a_scan_reads(tmp_path, monkeypatch, count
     for i in range(count):
         Share(i, count).fill(asked, str(tmp_path))
     assert len(made) == len(set(made))
-    assert sorted(built) == [1, 2, 3] if count == 2 else set(built) == {1, 2, 3}, (
-        "of enough untrained controls, each once"
-    )
+    assert {*built} == {1, 2, 3} and (count > 2 or len(built) == 3), "of enough untrained controls, each once"
     monkeypatch.setattr(running, "one_pass", None)
     for kind, draws in asked.draws.items():
         for draw in draws if kind in (MODEL, UNTRAINED, SHUFFLED) else ():
@@ -180,8 +177,6 @@ def test_who_we_are(monkeypatch):
 
 
 def test_each_process_has_a_card_of_its_own(monkeypatch):
-    from llmgeom.model.loading import usable
-
     here = torch.empty
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "empty", lambda *size, device=None: here(*size))  # as where the card is there
@@ -194,8 +189,6 @@ def test_each_process_has_a_card_of_its_own(monkeypatch):
 
 
 def test_apples_gpu_comes_after_cuda_and_before_the_cpu(monkeypatch):
-    from llmgeom.model.loading import usable
-
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     assert usable(None) == "mps" and usable("cpu") == "cpu"

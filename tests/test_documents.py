@@ -12,10 +12,7 @@ import pytest
 from llmgeom.errors import UserError
 from llmgeom.prompts.files import WORDS, read_documents
 
-NOUNS = (
-    *("river", "stone", "light", "garden", "winter", "music", "paper", "window", "bread", "silver", "north"),
-    *("island",),
-)
+NOUNS = ("river", "stone", "light", "garden", "winter", "music", "paper", "window", "bread", "silver", "north")
 
 
 def prose(seed: int, least: int = 12, most: int = 70) -> str:

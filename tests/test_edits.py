@@ -31,6 +31,12 @@ def subject(family) -> Model:
     return Model.of(family.model(), name=family.name)
 
 
+@pytest.fixture(scope="module")
+def own(family):
+    """The same model under its own eager attention."""
+    return family.model(eager=True)
+
+
 # ---- what the edits do: the last axis is a head's or the stream's, the second is the position ------------------------
 
 
@@ -91,7 +97,7 @@ def eagerly(family, model, inputs=lambda q, k: (q, k), scores=None, weights=None
         yield
 
 
-def by_hooks(family, model, point, change, positions="all") -> Tensor:
+def by_hooks(family, model, own, point, change, positions="all") -> Tensor:
     """Log-probabilities at the last token of each prompt, run alone, with the change made by the test's own hooks."""
     attention = family.part(model, LAYER, family.attention)
 
@@ -128,7 +134,6 @@ def by_hooks(family, model, point, change, positions="all") -> Tensor:
                 x = changed(x, prompt).transpose(0, 1)[None]
                 return (x, key) if point == "query" else (query, x)
 
-            own = family.model(eager=True)
             with torch.no_grad(), eagerly(family, own, inputs):
                 return own(ids).logits[0, -1].log_softmax(-1)
         if point == "residual":
@@ -147,11 +152,11 @@ def by_hooks(family, model, point, change, positions="all") -> Tensor:
 
 @pytest.mark.parametrize(("change", "positions"), [("scale", "all"), ("by_prompt", "query")])
 @pytest.mark.parametrize("point", ACTIVATIONS)
-def test_an_edit_is_what_hooks_on_the_family_s_own_modules_do(family, subject, point, change, positions):
+def test_an_edit_is_what_hooks_on_the_family_s_own_modules_do(family, subject, own, point, change, positions):
     edit = as_edit(point, CHANGES[change], positions)
     with subject.edited(edit) as changed:
         edited = changed.capture(ragged(), {Site.LOG_PROBS}).log_probs
-    expected = by_hooks(family, subject.model, point, CHANGES[change], positions)
+    expected = by_hooks(family, subject.model, own, point, CHANGES[change], positions)
     assert (edited - expected).abs().max() < 1e-5
     assert (edited - subject.capture(ragged(), {Site.LOG_PROBS}).log_probs).abs().max() > 1e-3, "the edit does nothing"
 
@@ -178,10 +183,9 @@ MATRICES = {  # what Model.edit is given -> the same change to the matrix of the
 
 
 @pytest.mark.parametrize("change", MATRICES)
-def test_scores_and_weights_are_edited_as_in_the_family_s_own_eager_attention(family, subject, change):
+def test_scores_and_weights_are_edited_as_in_the_family_s_own_eager_attention(family, subject, own, change):
     asked, theirs = MATRICES[change]
     edited = subject.edit(layers=-1, **asked).capture(ragged(), {Site.LOG_PROBS, Site.ATTENTION})
-    own = family.model(eager=True)
     with torch.no_grad(), eagerly(family, own, **theirs):
         expected = torch.stack([own(ids).logits[0, -1].log_softmax(-1) for ids in prompts(ragged())])
     assert (edited.log_probs - expected).abs().max() < 1e-5
@@ -242,8 +246,8 @@ def test_a_token_is_a_position(llama):
 def test_a_capture_shows_what_was_edited_and_leaves_the_past_alone(subject):
     before = subject.capture(ragged(), Site, positions="all")
     for point in ACTIVATIONS:
-        after = subject.capture(ragged(), Site, [Edit(point, lambda x, _: 0.5 * x, layers=(LAYER,))], positions="all")
-        site = Site(point)
+        site, edit = Site(point), Edit(point, lambda x, _: 0.5 * x, layers=(LAYER,))
+        after = subject.capture(ragged(), {site, Site.RESIDUAL}, [edit], positions="all")
         for layer in range(LAYER):
             assert torch.equal(after.layers(site)[layer], before.layers(site)[layer])
         assert torch.equal(after.layers(site)[LAYER], 0.5 * before.layers(site)[LAYER])
@@ -344,23 +348,7 @@ def test_an_edit_that_gives_no_tensor_of_that_shape_is_refused(llama, fn):
         llama.edit("value", fn).capture(ragged(), {Site.LOG_PROBS})
 
 
-def test_a_query_edit_changes_the_queried_positions_and_no_other(subject):
-    before = subject.capture(ragged(), {Site.Z}, positions="all")
-    batch = ragged()
-    query = torch.zeros(batch.inputs.ids.shape, dtype=torch.bool)
-    query[torch.arange(4), batch.inputs.lengths - 1] = True
-    seen = []
-    edit = Edit("z", lambda x, where: seen.append(where.query) or 0 * x, layers=(LAYER,), positions="query")
-    subject.capture(batch, {Site.Z}, [edit])
-    assert torch.equal(seen[0], query[[0, 2, 1, 3]]), "the plan runs the longest prompt first"
-    after = subject.capture(batch, {Site.Z}, [edit])
-    ends = before.position == before.lengths[before.prompt] - 1
-    assert (after.z[LAYER] == 0).all()
-    assert torch.equal(after.z[0], subject.capture(batch, {Site.Z}).z[0])
-    assert (before.z[LAYER][ends] != 0).all()
-
-
-def test_silencing_one_query_head_leaves_its_group_alone(subject):
+def test_silencing_one_query_head_leaves_its_group_alone(llama):
     """Grouped heads share a value: an edit at z reaches one query head, an edit at value would reach its group."""
 
     def silence(x: Tensor, where: Where) -> Tensor:
@@ -368,8 +356,8 @@ def test_silencing_one_query_head_leaves_its_group_alone(subject):
         keep[1] = 0
         return x * keep
 
-    before = subject.capture(ragged(), {Site.Z, Site.VALUE})
-    after = subject.capture(ragged(), {Site.Z, Site.VALUE}, [Edit("z", silence, layers=(LAYER,))])
+    before = llama.capture(ragged(), {Site.Z, Site.VALUE})
+    after = llama.capture(ragged(), {Site.Z, Site.VALUE}, [Edit("z", silence, layers=(LAYER,))])
     others = [head for head in range(before.z.shape[2]) if head != 1]
     assert (after.z[LAYER][:, 1] == 0).all()
     assert torch.equal(after.z[LAYER][:, others], before.z[LAYER][:, others])
@@ -377,8 +365,7 @@ def test_silencing_one_query_head_leaves_its_group_alone(subject):
 
 
 def test_strides_of_what_an_edit_returns_do_not_matter(subject):
-    for point in POINTS:
-        strange = Edit(point, lambda x, _: (0.5 * x).transpose(0, -1).contiguous().transpose(0, -1))
-        plain = Edit(point, lambda x, _: 0.5 * x)
-        a, b = (subject.capture(ragged(), {Site.LOG_PROBS}, [edit]).log_probs for edit in (strange, plain))
-        assert (a - b).abs().max() < 1e-5
+    strange = [Edit(p, lambda x, _: (0.5 * x).transpose(0, -1).contiguous().transpose(0, -1)) for p in POINTS]
+    plain = [Edit(point, lambda x, _: 0.5 * x) for point in POINTS]
+    a, b = (subject.capture(ragged(), {Site.LOG_PROBS}, edits).log_probs for edits in (strange, plain))
+    assert (a - b).abs().max() < 1e-5

@@ -47,12 +47,11 @@ def judged(batch, model):
     return {h.name: h for h in claims.judge({"process": measured})["process"].estimates}
 
 
-@pytest.mark.parametrize("size", [0.02, 0.2, 0.5, 1.0])
-def test_certainty_that_follows_the_number_of_labels_alone_is_not_evidence(batch, size):
+def test_certainty_that_follows_the_number_of_labels_alone_is_not_evidence(batch):
     k, rng = ExactAnswers(batch).k, np.random.default_rng(0)
-    p = 0.5 + 0.05 * k + size * 0.2 * (rng.random(len(k)) - 0.5)
-    assert judged(batch, says(p))["resolution"].verdict not in ("holds", "small")
-    assert judged(batch, strangers(len(batch), 21)[0])["resolution"].verdict not in ("holds", "small")
+    by_k = [says(0.5 + 0.05 * k + size * 0.2 * (rng.random(len(k)) - 0.5)) for size in (0.02, 0.2, 1.0)]
+    for model in (*by_k, strangers(len(batch), 21)[0]):
+        assert judged(batch, model)["resolution"].verdict not in ("holds", "small")
 
 
 def test_controls_of_the_exact_answer_do_not_move_beyond_it():
@@ -125,12 +124,8 @@ def test_the_command_ends_in_a_table_and_a_page_and_repeats_itself(tmp_path):
     done = call("--k", "0,2,4", "--surface", "list", "--out", str(out), "--json")
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)
-    assert {row["probe"] for row in told["verdicts"]} == {
-        "process",
-        "sula_belief",
-        "sula_controls",
-        "simplex: hidden state",
-    }
+    probes = {"process", "sula_belief", "sula_controls", "simplex: hidden state"}
+    assert {row["probe"] for row in told["verdicts"]} == probes
     record = Record.load(out)
     assert record.facts["command"] == (
         "llmgeom evidence --model pocket:pythia --surface list --k 0,2,4 --n 10 --control-models 2"

@@ -179,9 +179,8 @@ def test_latex_closes_what_it_opens_whatever_the_names_are(run):
     assert holds[-1].strip() == "holds" and "^{1}" in holds[3]
     none = next(row for row in cells(source) if row[0].strip() == "none")
     assert none[3].strip() == "--" and none[4].strip() == "--"
-    assert (
-        source.count(f"$^{{1}}$ {latex.escaped('untrained')}.") == 1
-    )  # named below the claims, by the number beside them
+    # Named below the claims, by the number beside them.
+    assert source.count(f"$^{{1}}$ {latex.escaped('untrained')}.") == 1
     assert "Not measured: other (no keys 50\\%" in source
 
 
@@ -212,10 +211,7 @@ def test_powers_of_ten_in_a_table_keep_their_sign():
 
 @pytest.mark.parametrize(
     ("form", "package", "sentence"),
-    [
-        ("parquet", "pyarrow", "pip install pyarrow"),
-        ("svg", "kaleido", "pip install 'llmgeom[images]'"),
-    ],
+    [("parquet", "pyarrow", "pip install pyarrow"), ("svg", "kaleido", "pip install 'llmgeom[images]'")],
 )
 def test_a_package_that_is_not_there_is_one_sentence_with_the_command(run, monkeypatch, form, package, sentence):
     monkeypatch.setitem(sys.modules, package, None)
@@ -279,8 +275,3 @@ def test_doctor_goes_on_where_torch_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)  # as where it is not there: to import it is an ImportError
     found = list(doctor.findings())
     assert ("BAD", "nowhere-to-be-had is not installed; pip install nowhere-to-be-had") in found and len(found) > 5
-
-
-def test_an_option_of_another_format_is_refused(run):
-    result = CliRunner().invoke(main, ["export", str(run), "csv", "--sites", "value"], prog_name="llmgeom")
-    assert result.exit_code == 1 and "export csv has no --sites" in result.stderr

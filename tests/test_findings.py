@@ -127,9 +127,7 @@ def test_a_claim_that_lacks_something_is_open_whatever_its_p_and_a_record_keeps_
 # ---- the terminal
 
 
-@pytest.mark.parametrize("several", [1, 2, 3, 5])
-@pytest.mark.parametrize("claimed", [1, 8, 40])
-@pytest.mark.parametrize("width", [80, 100])
+@pytest.mark.parametrize(("several", "claimed", "width"), [(1, 1, 80), (1, 40, 100), (2, 8, 80), (5, 40, 80)])
 def test_a_run_ends_in_at_most_21_lines_of_the_width_and_cuts_no_name(several, claimed, width):
     """Of 100 characters; a narrower terminal has as many more lines, and says that there are more claims."""
     named = [f"Claim {i} of many words that go on and on" for i in range(claimed)]

@@ -11,12 +11,9 @@ from click.testing import CliRunner
 from llmgeom import wind_tunnels
 from llmgeom.cli import main
 from llmgeom.commands.grade import RunConfig, prepare
-from llmgeom.errors import UserError
 from llmgeom.record import Record
-from llmgeom.wind_tunnels.checkpoint import save_model
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
-from tests.refusals import refused
 from tests.words import beyond
 from tests.written_answers import KL, SKILL, found
 
@@ -30,7 +27,7 @@ def tunnel(tmp_path_factory):
 
 
 def test_a_trained_model_is_graded_from_its_folder(tunnel, tmp_path):
-    out, record = prepare(RunConfig(model=str(tunnel), n=200, nulls=20, out=str(tmp_path / "run"))).perform()
+    out, record = prepare(RunConfig(model=str(tunnel), n=100, nulls=8, out=str(tmp_path / "run"))).perform()
     assert found(record, "posterior", SKILL).value > 0.9
     assert 0.001 < found(record, "posterior", KL).value < 0.1
     assert beyond(found(record, "posterior", "mae_abs")) == "yes"
@@ -38,15 +35,15 @@ def test_a_trained_model_is_graded_from_its_folder(tunnel, tmp_path):
     assert "training drew 16,000 sequences" in record.facts["sizes"]
     (table,) = [why for why in record.results["posterior"].warnings if why.startswith("a table of 16,000")]
     assert "no sign of inference; train with --hold-out states" in table
-    assert record.facts["command"] == f"llmgeom grade --model {tunnel} --n 200 --control-models 20"
+    assert record.facts["command"] == f"llmgeom grade --model {tunnel} --n 100"
     assert (out / "report.html").exists()
-    again = prepare(RunConfig(model=str(tunnel), n=200, nulls=20, out=str(tmp_path / "again"))).perform()[1]
+    again = prepare(RunConfig(model=str(tunnel), n=100, nulls=8, out=str(tmp_path / "again"))).perform()[1]
     for probe, measured in Record.load(out).results.items():
         for name, array in measured.arrays.items():
             np.testing.assert_array_equal(array, again.results[probe].arrays[name])
     # Independently: the whole vocabulary's softmax of a plain forward pass.
     model = transformers.AutoModelForCausalLM.from_pretrained(tunnel)
-    batch = wind_tunnels.load_world("bijection").sample(200, 0, "held-out")
+    batch = wind_tunnels.load_world("bijection").sample(100, 0, "held-out")
     with torch.no_grad():
         log_q = model(batch.inputs.ids).logits[:, 0::2, 8:].double() - model(batch.inputs.ids).logits[
             :, 0::2
@@ -75,20 +72,9 @@ def test_longer_sequences_of_the_same_task_have_a_horizon(tunnel, tmp_path):
     [
         (["--model", "pocket:pythia"], "pocket:pythia was trained on no task (no task.json next to its weights)"),
         (["--n", "9"], "--n 9: expected at least 10"),
-        (["--control-models", "0"], "--control-models 0: expected at least 1"),
-        (["--seed", "-1"], "--seed -1: expected at least 0"),
         (["--task", "bijektion"], "unknown world 'bijektion': did you mean 'bijection'?"),
     ],
 )
 def test_a_refusal_is_one_sentence(flags, sentence):
     shown = CliRunner().invoke(main, ["grade", "-q", *flags])
     assert shown.exit_code == 1 and sentence in shown.output and shown.output.count("\n") == 1
-
-
-def test_a_damaged_task_file_is_refused(tunnel, tmp_path):
-    model = transformers.AutoModelForCausalLM.from_pretrained(tunnel)
-    facts = {"task": "bijection", "trained_queries": 7}
-    save_model(model, tmp_path / "copy", facts)
-    (tmp_path / "copy" / "task.json").write_text('{"task": "bijection"}')
-    with refused(UserError, "task.json"):
-        prepare(RunConfig(model=str(tmp_path / "copy"))).perform()

@@ -77,6 +77,7 @@ def scan(path: str, out: Path):
     return ended("scan", "--prompts", path, *flags, "--out", str(out))
 
 
+@pytest.mark.usefixtures("few_draws")
 def test_hostile_prompts_reach_the_page_as_they_were_written_and_as_text(tmp_path):
     done = scan(written(tmp_path / "prompts.jsonl", list(KEPT.values())), tmp_path / "run")
     assert done.exit_code == 0, done.output
@@ -215,7 +216,7 @@ def test_a_file_that_is_no_json_object_of_its_kind_is_named(broken, kind):
     one = broken[kind]
     for name in one.names:
         whole = (one.folder / name).read_bytes()
-        for data in (b"", b"[]", b"[" * 100_000, whole[: len(whole) // 2]):
+        for data in (b"[]", b"[" * 100_000, whole[: len(whole) // 2]):
             done = one.after(lambda work, name=name, data=data: (work / name).write_bytes(data))
             if name in ("config.json", "task.json"):
                 assert name in done.stderr or "model_type" in done.stderr, (name, data[:20], done.stderr)
@@ -234,17 +235,13 @@ def test_a_task_that_is_none_is_told_with_its_file(broken):
         assert "task.json" in broken["tunnel"].with_value("task.json", ("task",), task).stderr
 
 
-def anywhere(broken, data) -> None:
+@SOON
+@given(st.data())
+def test_a_value_that_is_wrong_anywhere_ends_in_a_sentence(broken, data):
     one = broken[data.draw(st.sampled_from(["tunnel", "pocket"]))]
     name = data.draw(st.sampled_from(one.names))
     key = data.draw(st.sampled_from(one.keys(name)))
     one.with_value(name, key, data.draw(st.sampled_from([GONE, *VALUES]) | st.integers() | st.floats() | characters()))
-
-
-@SOON
-@given(st.data())
-def test_a_value_that_is_wrong_anywhere_ends_in_a_sentence(broken, data):
-    anywhere(broken, data)
 
 
 # ---- run folders ----------------------------------------------------------------------------------------------------

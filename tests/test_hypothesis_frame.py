@@ -100,7 +100,7 @@ def test_frames_are_the_derivatives_of_what_attention_does(name):
     assert found.rank == min(n - 2, subject.facts["head_dim"] // 2) and found.d_model == subject.facts["d_model"]
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_neox", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "gpt2", "gemma2", "opt"])
 def test_key_directions_and_readouts_are_gradients_at_the_residual_stream(name):
     """At a residual of mean 0 and mean square 1 (+1 and -1 in turn) a norm's gradient is its gain, but for the part
     along the residual itself, and along the mean where it takes it off: both are projected out on either side."""
@@ -164,12 +164,8 @@ def test_no_basis_of_a_head_and_no_place_of_a_gain_changes_a_frame():
     gauge(other, torch.Generator().manual_seed(0))
     one, two = Model.of(model, None, "one"), Model.of(other, None, "two")
     batch = ragged()
-    torch.testing.assert_close(
-        one.capture(batch, {Site.LOG_PROBS}).log_probs,
-        two.capture(batch, {Site.LOG_PROBS}).log_probs,
-        atol=1e-4,
-        rtol=0,
-    )
+    said = [each.capture(batch, {Site.LOG_PROBS}).log_probs for each in (one, two)]
+    torch.testing.assert_close(*said, atol=1e-4, rtol=0)
     before, after = (frames_of(each, list(range(5, 17))) for each in (one, two))
     for name, value in before.measures(np.arange(12)).items():
         np.testing.assert_allclose(value, after.measures(np.arange(12))[name], atol=1e-4)

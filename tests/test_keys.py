@@ -50,10 +50,6 @@ def touched() -> Model:
     return subject
 
 
-def eager() -> Model:
-    return Model.of(FAMILIES["llama"].model(eager=True), name="tiny")
-
-
 def own() -> Model:
     """A model of the same config whose code is not transformers'."""
     model = FAMILIES["llama"].model()
@@ -61,23 +57,15 @@ def own() -> Model:
     return Model.of(model, name="tiny")
 
 
-def bridged() -> Model:
-    return Model.of(FAMILIES["llama"].model(), name="tiny", backend="tl")
-
-
 OTHER_RUNS = {
     "weights": touched,
     "config": lambda: tiny(rms_norm_eps=1e-3),
     "dtype": lambda: Model.of(FAMILIES["llama"].model().to(torch.bfloat16), name="tiny"),
-    "attention path": eager,
-    "backend": bridged,
+    "attention path": lambda: Model.of(FAMILIES["llama"].model(eager=True), name="tiny"),
+    "backend": lambda: Model.of(FAMILIES["llama"].model(), name="tiny", backend="tl"),
     "code of the model": own,
 }
-
-
 ZERO = Edit("value", lambda x, _: 0 * x, spec={"do": "zero"})
-
-
 OTHER_CAPTURES = {
     "prompts": {"batch": ragged(seed=2)},
     "lengths": {"batch": ragged(lengths=(23, 9, 17, 3))},

@@ -31,9 +31,8 @@ def messages(chat):
 
 
 def batch(chats, **more):
-    return files.from_frame(
-        {"text": [f"chat {i}" for i in range(len(chats))], "messages": [*map(messages, chats)], **more}
-    )
+    texts = [f"chat {i}" for i in range(len(chats))]
+    return files.from_frame({"text": texts, "messages": [*map(messages, chats)], **more})
 
 
 @pytest.fixture(scope="module")
@@ -102,26 +101,11 @@ def test_a_prompt_without_the_part_is_refused(frame, position, words, model):
 
 def test_chats_of_a_file_are_clustered_by_conversation_and_probed_in_their_answers(model, tmp_path, monkeypatch):
     monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "cache"))
-    words = [
-        "good",
-        "great",
-        "fine",
-        "nice",
-        "kind",
-        "warm",
-        "calm",
-        "bad",
-        "poor",
-        "dull",
-        "weak",
-        "cold",
-        "mean",
-        "sad",
-    ]
+    good, bad = "good great fine nice kind warm calm", "bad poor dull weak cold mean sad"
     rows = [
         {"messages": messages([("user", f"How was the {thing}?"), ("assistant", f"It was {word}, I think.")]),
-         "conversation": word, "good": i < 7}
-        for i, word in enumerate(words) for thing in ("film", "meal")
+         "conversation": word, "good": words is good}
+        for words in (good, bad) for word in words.split() for thing in ("film", "meal")
     ]  # fmt: skip
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     asked = {"target": "good", "positions": ("assistant-mean",), "given": ("none",), "nulls": 1}

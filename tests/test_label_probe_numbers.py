@@ -189,11 +189,12 @@ def test_the_place_kept_is_the_one_of_least_inner_error(table):
 
 
 def test_layers_read_at_the_same_time_give_the_numbers_of_layers_read_in_turn(monkeypatch):
-    rng = np.random.default_rng(0)
-    truth, fold = rng.standard_normal((2100, 1)), np.arange(2100) % 5
-    activations = [rng.standard_normal((2100, 6)) + share * truth for share in (0, 0.5, 1, 0.2, 0)]
+    monkeypatch.setattr(ridge_probe, "TALL", 100)
+    rng, n = np.random.default_rng(0), 250
+    truth, fold = rng.standard_normal((n, 1)), np.arange(n) % 5
+    activations = [rng.standard_normal((n, 6)) + share * truth for share in (0, 0.5, 1, 0.2, 0)]
     places = [partial(np.asarray, x) for x in activations]
-    orders = np.stack([rng.permutation(2100) for _ in range(3)])
+    orders = np.stack([rng.permutation(n) for _ in range(3)])
     results = []
     for threads in ("1", "3"):
         monkeypatch.setenv("OMP_NUM_THREADS", threads)

@@ -26,14 +26,8 @@ from llmgeom.wind_tunnels.training_config import Training
 from tests.refusals import refused
 
 TASK = wind_tunnels.load_world("hmm:steps=8")
-
-
 N, ASKED, H = 80, 8, 5
-
-
 MANY = 4000  # sequences that exclude rare failures where the error within the horizon is about .03 bits
-
-
 PAST, LATER = "KL past the horizon", "last queries past the horizon, over those within"
 
 
@@ -87,9 +81,8 @@ def test_a_cliff_fails_with_the_ratio_of_the_means():
     mixed = [0.05] * H + [0.5, 0.9, 0.9]
     result, judged, kl = length_generalisation.measure(view(mixed)), found(view(mixed)), by_hand(mixed)
     within = kl[:, :H].mean()
-    assert judged[RATIO].verdict == "ruled out" and judged[RATIO].value == pytest.approx(
-        kl[:, H].mean() / within, rel=1e-4
-    )
+    assert judged[RATIO].verdict == "ruled out"
+    assert judged[RATIO].value == pytest.approx(kl[:, H].mean() / within, rel=1e-4)
     assert judged[LATER].value == pytest.approx(kl[:, H + 1 :].mean() / within, rel=1e-4)
     assert judged[PAST].value == pytest.approx(kl[:, H:].mean(), rel=1e-5)
     assert (result["within"], result["first"]) == pytest.approx((within, kl[:, H].mean()), rel=1e-4)
@@ -100,8 +93,7 @@ def test_a_cliff_fails_with_the_ratio_of_the_means():
     half = t.ppf(0.975, N - 1) * math.sqrt((N - 1) / N * np.square(without - without.mean()).sum())
     assert judged[RATIO].low == pytest.approx(judged[RATIO].value * math.exp(-half), rel=1e-4)
     # Of 80 sequences it ends higher: up to 9 bits more, over those within, in the share that may fail unseen.
-    usual = kl[:, H].mean() / within
-    without = np.array([each[:, H].mean() / each[:, :H].mean() for each in left])
+    usual, without = kl[:, H].mean() / within, np.exp(without)
     half = t.ppf(0.9875, N - 1) * math.sqrt((N - 1) / N * np.square(without - without.mean()).sum())
     assert kl[:, H].max() < 1
     assert judged[RATIO].high == pytest.approx(usual + half + 9 * (1 - 0.0125 ** (1 / N)) / within, rel=1e-3)
@@ -126,9 +118,8 @@ def test_outcomes_that_were_ruled_out_count_against_a_model_and_leaked_probabili
     wide = torch.cat([said - math.log(2), torch.full((*said.shape[:2], 1), -math.log(2))], -1)
     given = view([0.0] * ASKED)
     sample = replace(given.samples[WHOLE], capture=capture(batch, wide))
-    np.testing.assert_allclose(
-        length_generalisation.measure(replace(given, samples={WHOLE: sample}))["kl"], 1, atol=1e-6
-    )
+    result = length_generalisation.measure(replace(given, samples={WHOLE: sample}))
+    np.testing.assert_allclose(result["kl"], 1, atol=1e-6)
     never = said.clone()
     never[3, 2] = -math.inf
     sample = replace(sample, capture=capture(batch, never))
@@ -173,21 +164,13 @@ def told(**facts) -> Model:
 
 
 def test_the_horizon_is_the_task_s_or_what_the_folder_tells_of_the_same_task():
-    short, horizon = (
-        wind_tunnels.load_world("hmm:steps=8").sample(2, 0),
-        wind_tunnels.load_world("hmm:steps=8,horizon=3"),
-    )
+    short, horizon = TASK.sample(2, 0), wind_tunnels.load_world("hmm:steps=8,horizon=3")
     assert reach(told(), short) == (8, "")
     assert reach(told(trained_on="hmm:steps=5", trained_queries=5), short) == (5, "hmm:steps=5")
     assert reach(told(trained_on="hmm:steps=20", trained_queries=20), short)[0] == 8
     assert reach(told(trained_on="recall", trained_queries=5), short)[0] == 8
     assert reach(told(), horizon.sample(2, 0))[0] == 3 and reach(told(), horizon.truncated(2, 0))[0] == 3
     assert wind_tunnels.load_world("recurrence:horizon=5").sample(2, 0).source["trained"] == 5
-
-
-def test_nothing_past_the_horizon_is_refused():
-    with refused(UserError, 8):
-        length_generalisation.measure(view([0.1] * ASKED, trained=8))
 
 
 def test_a_scan_of_longer_sequences_knows_what_was_trained(tmp_path):

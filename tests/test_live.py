@@ -117,11 +117,8 @@ def test_it_is_the_report_with_one_section_more_and_the_same_for_the_same_run(ru
         for name in ("report.html", "one.html")
     ]
     assert ids[0] < ids[1] and {"live", "live-figure", "live-answers", "live-data"} <= ids[1] - ids[0]
-    policy = next(
-        a["content"]
-        for tag, a in Tree((tmp_path / "one.html").read_text(encoding="utf-8")).elements
-        if tag == "meta" and "http-equiv" in a
-    )
+    tree = Tree((tmp_path / "one.html").read_text(encoding="utf-8"))
+    policy = next(a["content"] for tag, a in tree.elements if tag == "meta" and "http-equiv" in a)
     assert "default-src 'none'" in policy and "unsafe-eval" not in policy
 
 
@@ -302,14 +299,15 @@ def test_a_browser_that_computes_something_else_is_said_not_to_be_trusted(chromi
     import llmgeom.exports.live as live
 
     kept = live.contents
-    monkeypatch.setattr(live, "contents", lambda subject: (found := kept(subject)) | {"head": _moved(found["head"])})
+
+    def moved(subject):
+        head = (found := kept(subject))["head"]
+        return found | {"head": head | {"w": head["w"] + 1e-3 * np.arange(len(head["w"]))[:, None]}}
+
+    monkeypatch.setattr(live, "contents", moved)
     export(run, "live", str(tmp_path / "live.html"))
     with opened(chromium, tmp_path / "live.html") as view:
         assert view.text_content("#live-checked").startswith("⚠ Do not trust it in this browser.")
-
-
-def _moved(head: dict) -> dict:
-    return {**head, "w": head["w"] + 1e-3 * np.arange(len(head["w"]))[:, None]}
 
 
 @pytest.mark.browser

@@ -47,12 +47,6 @@ def test_a_loaded_model_is_the_file_upcast_and_checked():
     assert subject.facts["weights"] == subject.weight_hash
 
 
-def test_step0_is_the_twin_of_the_card_s_seed_and_not_the_trained_model():
-    untrained, trained = Model.load("pocket:pythia@step0"), Model.load("pocket:pythia")
-    assert untrained.weight_hash == trained.initial(0).weight_hash != trained.weight_hash
-    assert untrained.name == "pocket:pythia@step0"
-
-
 # ---- a branch of the hub that moves while a command runs -----------------------------------------------------------
 
 OLD, NEW = "a" * 40, "b" * 40
@@ -111,10 +105,8 @@ def test_a_dtype_of_torch_is_its_name_in_a_subject_and_in_a_command():
     assert loaded.model.dtype is torch.bfloat16 and loaded.facts == named.facts
     assert loaded.options == named.options == {"dtype": "bfloat16"}
     of_torch, of_text = (scan.RunConfig(domains=("math",), dtype=dtype) for dtype in (torch.bfloat16, "bfloat16"))
-    assert (
-        of_torch == of_text
-        and of_torch.command() == "llmgeom scan --model pocket:pythia --dtype bfloat16 --domain math"
-    )
+    assert of_torch == of_text
+    assert of_torch.command() == "llmgeom scan --model pocket:pythia --dtype bfloat16 --domain math"
     assert dynamics.RunConfig(task="coin", dtype=torch.float16).dtype == "float16"
     with refused(UserError, "--dtype float64", "bfloat16"):
         scan.RunConfig(dtype=torch.float64)

@@ -2,10 +2,15 @@
 
 import numpy as np
 
-from llmgeom.result import Estimate
+from llmgeom.result import Estimate, Result
 from llmgeom.stats.controls import Null, excess
 from llmgeom.stats.resampling import Interval
 from llmgeom.stats.verdict import Claim
+
+
+def named(result: Result) -> dict[str, Estimate]:
+    """The estimates of a result by their names."""
+    return {h.name: h for h in result.estimates}
 
 
 def beyond(h: Estimate) -> str:
