@@ -84,13 +84,6 @@ def test_what_cannot_be_built_is_refused_before_anything_is_trained(tmp_path, ca
     assert "not a pocket model" in capsys.readouterr().err
 
 
-# ---- the text
-
-
-def texts_of(rows):
-    return [row["text"] for row in rows]
-
-
 # ---- the text -------------------------------------------------------------------------------------------------------
 
 
@@ -133,10 +126,14 @@ def test_held_out_templates_are_examined_and_never_trained_on():
     training = frozenset(islice(corpus.texts(domains(), 0), 2000))
     assert not training & {row["text"] for row in rows if row["set"] == "held-out"}
     again = examination(2, 1, exclude=training)
-    assert not training & set(texts_of(again))
+    assert not training & {row["text"] for row in again}
 
 
-# ---- what is shipped
+# ---- what is shipped ------------------------------------------------------------------------------------------------
+
+
+def card_of(name):
+    return json.loads((hub.POCKET / name / "card.json").read_text())
 
 
 @pytest.fixture(scope="module", params=POCKETS)
@@ -146,11 +143,7 @@ def shipped(request):
 
 
 def test_what_is_shipped_can_be_rebuilt():
-    assert set(hub.pockets()) == {*POCKETS, *pocket_evidence.TAUGHT}
-
-
-def card_of(name):
-    return json.loads((hub.POCKET / name / "card.json").read_text())
+    assert set(hub.pockets()) == {*POCKETS, *TAUGHT}
 
 
 # The weights of every card are compared by their hash; that a card says what they do, with one model and format each.
