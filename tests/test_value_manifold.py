@@ -28,9 +28,9 @@ N, LAYERS, KV, WIDTH, UNTRAINED = 80, 2, 2, 16, 10
 
 @pytest.fixture(autouse=True, scope="module")
 def few_draws():
-    """No word here needs more: 199 orders give a p of .005."""
+    """No word here needs more: 99 orders give a p of .01."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(representation_geometry, "RIDGE_PERMUTATIONS", 199)
+        patch.setattr(representation_geometry, "RIDGE_PERMUTATIONS", 99)
         patch.setattr(value_manifold, "GAUSSIANS_OF_CONTROLS", 9)
         yield
 
