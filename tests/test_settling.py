@@ -16,7 +16,6 @@ from llmgeom.dynamics.trajectories import Trajectory, sections
 from llmgeom.errors import UserError
 from llmgeom.result import Estimate
 from llmgeom.stats.resampling import Interval, geometric_mean
-from llmgeom.wind_tunnels.checkpoint import snapshot_steps
 from tests.refusals import refused
 
 DOUBLED = (0, 1, 3, 7, 15, 31, 63, 127, 255, 511)
@@ -243,31 +242,3 @@ def test_random_targets_without_an_order_leave_what_1_decides():
     assert h.verdict == "ruled out" and not h.lacks
     below = verdicts((35, 100, 62), (120, 100, 65), noise=0.01, steps=DOUBLED)["frame over precision"]
     assert below.verdict == "open" and below.why.startswith("take more snapshots: ")
-
-
-def falls(steps: tuple[int, ...], at: float, rest: float, power: float) -> np.ndarray:
-    """A curve that is at 5 % at step `at`; `rest` stays for good, and `power` says how sharply it falls."""
-    scale = at / (-math.log((0.05 - rest) / (1 - rest))) ** (1 / power)
-    return rest + (1 - rest) * np.exp(-((np.array(steps) / scale) ** power))
-
-
-def alike(steps: tuple[int, ...], sample: int) -> Estimate:
-    """Frame over precision, .25 in runs that learn and on random targets; their curves have other shapes."""
-    rng, runs = np.random.default_rng(sample), []
-    for corrupt, at, frame, precision in ((0.0, 60, (0.0, 0.5), (0.045, 1.0)), (1.0, 75, (0.0, 1.0), (0.0, 1.0))):
-        for seed in range(5):
-            step, ratio = at * np.exp(0.15 * rng.normal()), 0.25 * np.exp(0.02 * rng.normal())
-            curves = falls(steps, step * ratio**0.5, *frame), falls(steps, step / ratio**0.5, *precision)
-            run = Run(f"{corrupt}-{seed}", steps, (), TASK, {"corrupt": corrupt, "seed": seed})
-            runs.append(Trajectory(run, distances(curves[0], curves[0], curves[1])))
-    return {h.name: h for measured in sections(runs).values() for h in measured.estimates}["frame over precision"]
-
-
-def test_no_word_rests_on_where_a_curve_settles_between_two_snapshots():
-    """With the snapshots of `dynamics --task` equal ratios differ by the shape of the curves: small, in 4 of 12."""
-    steps = tuple(sorted(snapshot_steps(800, 16)))
-    coarse = [alike(steps, sample) for sample in range(12)]
-    assert {h.verdict for h in coarse} == {"open"} and sum(h.adjusted[0] < 0.025 for h in coarse) >= 3
-    assert all(h.why.startswith("take more snapshots: ") for h in coarse)
-    dense = [alike((0, *range(1, 801)), sample) for sample in range(12)]
-    assert sum(h.verdict == "ruled out" for h in dense) >= 10 and sum(h.adjusted[0] < 0.025 for h in dense) <= 1

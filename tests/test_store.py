@@ -164,8 +164,7 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("on_disk", [False, True])
-@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize(("kind", "on_disk"), [*((kind, False) for kind in DAMAGE), ("cut", True), ("foreign", True)])
 def test_a_damaged_shard_is_named_set_aside_and_made_again(llama, tmp_path, monkeypatch, caplog, kind, on_disk):
     damage, why = DAMAGE[kind]
     plain = capture(llama, tmp_path / "a")

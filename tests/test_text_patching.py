@@ -25,8 +25,6 @@ from llmgeom.probes.interventions.text_patching import (
     effects,
     measure_patching,
 )
-from llmgeom.prompts import text as in_text
-from llmgeom.wind_tunnels import load_world
 from llmgeom.wind_tunnels.worlds.two_point import TwoPoint
 from tests.refusals import refused
 
@@ -120,24 +118,6 @@ def test_the_share_is_the_mean_effect_towards_the_exact_answer_over_the_mean_exa
     assert values[TOTAL] == pytest.approx(np.mean(towards))
     assert values[FOLLOWS] == pytest.approx(np.mean(towards) / np.mean(np.abs(pairs.exact)))
     np.testing.assert_allclose(result["cells"][0, 0], np.mean(towards), atol=1e-3)
-
-
-def test_a_changed_bijection_is_one_to_one_and_a_recall_has_no_finite_shift():
-    process = load_world("bijection", text=True)
-    batch = in_text.sample(process, 20, 0, ks=(2, 3))
-    made = in_text.changes(process, batch, 0)
-    assert len(made) > 10
-    for change in made:
-        items = batch.columns["items"][change.prompt].split()
-        seen = [int(mark) for mark in batch.columns["seen"][change.prompt]]
-        seen[change.place] = change.mark
-        of = dict(zip(items, seen, strict=False))
-        assert len(set(of.values())) == len(of)
-    recall = load_world("recall", text=True)
-    batch = in_text.sample(recall, 20, 0)
-    for change in in_text.changes(recall, batch, 0):
-        items = batch.columns["items"][change.prompt].split()
-        assert items[change.place] == items[-1] and change.shift == math.inf  # no other item bears on the answer
 
 
 def test_a_process_with_two_sources_or_a_layer_that_is_not_there_is_refused(pythia):
