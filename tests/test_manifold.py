@@ -29,11 +29,7 @@ def shape(name: str, n: int, seed: int) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("name", "n", "dimension", "within"),
-    [
-        ("circle", 75, 1, 0.1),
-        ("5 straight", 400, 5, 0.4),
-        ("swiss roll", 400, 2, 0.25),
-    ],
+    [("circle", 75, 1, 0.1), ("5 straight", 400, 5, 0.4), ("swiss roll", 400, 2, 0.25)],
 )
 def test_dimensions_that_are_known_are_found(name, n, dimension, within):
     found = [distances(embedded(shape(name, n, seed), seed)) for seed in range(25)]

@@ -1,5 +1,6 @@
 """Pocket models: the pipeline from grammar to stored folder, what it demands and what it refuses."""
 
+import gzip
 import json
 import re
 from dataclasses import asdict
@@ -23,8 +24,7 @@ from studies.label_sequences import Evidence
 from studies.ngram import KneserNey
 from studies.pocket import POCKETS, build
 from studies.pocket_evidence import PARENT, TAUGHT
-from studies.training_data import domains, examination, sha256
-from tests.pocket_models import examined, shared
+from studies.training_data import domains, examination, sha256, training_data
 from tests.refusals import refused
 
 TINY = {
@@ -94,7 +94,7 @@ OBSERVED = re.compile(r"(?::| is) (\w+)")
 @pytest.mark.parametrize("informative", [True, False])
 def test_what_a_label_ought_to_be_is_bayes_rule_on_the_text_before_it(informative):
     """Read off the decoded text by a regular expression; the prior of the share on a grid, or its two points."""
-    read = shared(40, 128, 1024, seed=0, at_once=3000, share=0.5, informative=informative)
+    read = training_data(40, 128, 1024, seed=0, at_once=3000, share=0.5, informative=informative)
     ids = {label: read.tokenizer(f" {label}")["input_ids"][0] for label in nonce.LABELS}
     priors = {":": np.array([0.9, 0.1]), " is": (np.arange(20_000) + 0.5) / 20_000}
     places = 0
@@ -131,6 +131,11 @@ def test_held_out_templates_are_examined_and_never_trained_on():
 
 
 # ---- what is shipped ------------------------------------------------------------------------------------------------
+
+
+def examined(folder):
+    lines = gzip.decompress((folder / "examination.jsonl.gz").read_bytes()).decode()
+    return [json.loads(line) for line in lines.splitlines()]
 
 
 def card_of(name):

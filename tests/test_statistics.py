@@ -300,15 +300,6 @@ def test_prediction_p_of_a_normal_draw_is_uniform_and_has_room_below_the_rank_p(
     assert prediction_p(100.0, rng.normal(size=20)) == 1e-6
 
 
-def test_the_folded_scale_makes_half_normal_correlations_normal_enough():
-    """What the docstring says happens at the normal's .05 and .00625, by numerical integration of the half-normal."""
-    root = scipy_stats.norm.expect(lambda z: np.sqrt(abs(z)))
-    sd = math.sqrt(scipy_stats.norm.expect(abs) - root**2)
-    for nominal, happens in ((0.05, 0.051), (0.05 / 8, 0.0041)):
-        end = (root + scipy_stats.norm.isf(nominal) * sd) ** 2
-        assert 2 * scipy_stats.norm.sf(end) == pytest.approx(happens, rel=0.02)
-
-
 def test_draws_that_do_not_vary_are_a_number_and_few_draws_tell_nothing_of_a_tail():
     assert prediction_p(0.5, np.full(20, 0.4)) == 1e-6 and prediction_p(0.4, np.full(20, 0.4)) == 1
     assert prediction_p(0.5, [0.4]) == prediction_p(0.5, [0.4, 0.3, 0.35, 0.2]) == 1 / 2

@@ -212,11 +212,7 @@ def test_the_gradients_are_those_of_autograd(block):
 
 
 TRIALS = 320
-WORLDS = [
-    World(40, 20, 1),
-    World(640, 20, 1, spread=0.6),
-    World(160, 20, 1, start="centre"),
-]
+WORLDS = [World(40, 20, 1), World(640, 20, 1, spread=0.6), World(160, 20, 1, start="centre")]
 
 
 def most(rate: float) -> float:
