@@ -97,9 +97,12 @@ def test_share_intervals_match_a_loop_that_deletes_standardises_and_decomposes()
         assert found.method == "jackknife over 9 clusters, log scale"
 
 
-@pytest.mark.parametrize("kind", ["strong", "close"])
 @pytest.mark.slow
-def test_share_intervals_cover_the_expected_share(kind):
-    # 500 repetitions: at 200 the simulation's own error (1.5 %) is as wide as what is tested.
-    found = coverage(kind, 500)
-    assert ((found >= 0.90) & (found <= 0.97)).all()
+@pytest.mark.parametrize(
+    ("kind", "repetitions", "low", "high"),
+    [("strong", 500, 0.90, 0.97), ("close", 500, 0.90, 0.97), ("curve", 40, 0.79, 1), ("t4", 40, 0.79, 1)],
+)
+def test_share_intervals_cover_the_expected_share(kind, repetitions, low, high):
+    # 500 repetitions: at 200 the simulation's own error (1.5 %) is as wide as what is tested; 40 show gross errors.
+    found = coverage(kind, repetitions)
+    assert ((found >= low) & (found <= high)).all()

@@ -34,12 +34,6 @@ DICE = (Path(__file__).parent / "dice.py").read_text(encoding="utf-8")
 WITHOUT = ("mamba2", "mamba", "lstm", "mlp", "meanpool", "flat")
 
 
-def small(task: str, arch: str, **more) -> Training:
-    heads = 4 if arch == "gqa" else 2
-    given = {"width": 32, "layers": 2, "heads": heads, "steps": 3, "batch": 8, "snapshots": 2, "warmup": 1}
-    return Training(task, arch=arch, **given | more)
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A folder for (task, architecture), trained once for a few steps."""
@@ -47,7 +41,9 @@ def trained(tmp_path_factory):
 
     def get(task: str, arch: str) -> Path:
         if (task, arch) not in made:
-            made[task, arch] = train(small(task, arch), root / f"{len(made)}").out
+            sizes = {"width": 32, "layers": 2, "heads": 4 if arch == "gqa" else 2}
+            asked = Training(task, arch=arch, **sizes, steps=3, batch=8, snapshots=2, warmup=1)
+            made[task, arch] = train(asked, root / f"{len(made)}").out
         return made[task, arch]
 
     return get
