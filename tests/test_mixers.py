@@ -68,9 +68,6 @@ def test_a_layer_is_pre_norm_and_residual(arch):
     torch.testing.assert_close(model(inputs_embeds=x).logits, norm(h) @ model.lm_head.weight.T, **EXACT)
 
 
-# ---- state spaces against transformers -------------------------------------------------------------------------------
-
-
 @contextmanager
 def in_double(monkeypatch):
     """transformers' Mamba code calls .float() and .to(torch.float32) on what should stay float64; here that it does."""

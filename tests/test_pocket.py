@@ -204,9 +204,6 @@ def test_the_streams_still_say_what_a_shipped_model_was_trained_on(shipped):
         assert now == card[name]["sha256_of_first_1000"], f"the {name} changed; rebuild: {card['command']}"
 
 
-# ---- models taught on lists ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", TAUGHT)
 def test_its_card_is_of_the_stored_weights_and_the_claims_hold(name):
     subject, folder, card = Model.load(f"pocket:{name}"), hub.POCKET / name, card_of(name)

@@ -53,9 +53,6 @@ LARGE = Batch(Text(tuple(f"prompt {i}" for i in range(1000))), tuple(f"t{i // 4}
 BITS = np.random.default_rng(1).normal(4, 1, 1000)
 
 
-# ---- as diverse as another sample ------------------------------------------------------------------------------------
-
-
 def token_ids() -> list[list[int]]:
     """Every other prompt has a small vocabulary and few endings; the rest are about as varied as can be."""
     rng = np.random.default_rng(5)

@@ -55,9 +55,6 @@ def test_evidence_weighed_so_many_times_is_seen_in_the_weight_and_costs_no_resol
     assert found(record, "posterior", "resolution").value == pytest.approx(resolution, abs=0.002)
 
 
-# ---- models that are known ------------------------------------------------------------------------------------------
-
-
 def test_the_posterior_itself_passes_everything(small_failures):
     task = REPLACED
     record = examine(of(task, saying(task, task.log_predictive)), task, Origin(task.title, 6, FEW), n=ENOUGH, nulls=20)
@@ -329,9 +326,6 @@ def test_standardised_residuals_tell_a_model_that_is_too_sure(small_failures):
     assert "never trained on this task: it has no task.json" in record.warnings
     assert "a continuum of hypotheses" in record.facts["sizes"] and "is not known" in record.facts["sizes"]
     assert page([record])
-
-
-# ---- rare failures --------------------------------------------------------------------------------------------------
 
 
 def test_without_enough_sequences_for_rare_failures_the_claim_is_open_and_says_how_many():

@@ -164,9 +164,6 @@ def test_evidence_that_says_nothing_is_refused():
         measured("hmm-mixture:stays=0.5,weights=1", lambda exact, batch: exact)
 
 
-# ---- with a model ---------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("process") / "run"

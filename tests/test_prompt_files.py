@@ -165,9 +165,6 @@ def test_refusals_of_what_is_no_file(tmp_path):
         files.read("a\0b")
 
 
-# ---- columns of labels -----------------------------------------------------------------------------------------------
-
-
 def labelled(values) -> ProbeInput:
     data = World(n=len(values), controls=1).data(0)
     batch = replace(data.capture.batch, columns={"label": tuple(values)})
@@ -213,9 +210,6 @@ def test_only_columns_that_can_be_a_label_are_offered():
         columns[name] = ("same",) * 20
     with refused(UserError, "--target nope", "none that can be a label", "two values"):
         read_target(replace(batch, columns=columns), "nope")
-
-
-# ---- files -----------------------------------------------------------------------------------------------------------
 
 
 def test_every_further_column_is_kept(tmp_path):

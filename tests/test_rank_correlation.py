@@ -171,9 +171,6 @@ def test_a_correlation_near_0_does_not_say_that_a_few_prompts_suffice(correlated
     assert wanted * 0.75 < min(needed["untrained"])
 
 
-# ---- the jackknife ---------------------------------------------------------------------------------------------------
-
-
 def test_jackknife_of_a_mean_is_the_t_interval():
     x = draws(9).normal(size=(12, 1))
     found = resampling.jackknife(lambda rows: rows.mean(), x, np.arange(12))

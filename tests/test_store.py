@@ -54,9 +54,6 @@ def same(a: Capture, b: Capture) -> bool:
     return a.tensors.keys() == b.tensors.keys() and all(torch.equal(x, b.tensors[key]) for key, x in a.tensors.items())
 
 
-# ---- which batches share a shard -------------------------------------------------------------------------------------
-
-
 def latent():
     """DeepSeek's attention: keys of 8 + 8 coordinates, values of 20."""
     sizes = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 20, "kv_lora_rank": 16, "q_lora_rank": 16}
@@ -74,9 +71,6 @@ def test_sizes_are_told_exactly_before_anything_runs(name, positions):
     for site in Site:
         kept = sum(tensor.nbytes for (where, _), tensor in made.tensors.items() if where is site)
         assert nbytes(of.facts, frozenset({site}), rows, 23) == kept, site
-
-
-# ---- kept, read again, left on disk ----------------------------------------------------------------------------------
 
 
 def test_what_is_kept_is_what_was_captured_and_is_not_made_twice(llama, tmp_path, monkeypatch):
@@ -116,9 +110,6 @@ def test_a_capture_left_on_disk_equals_the_one_in_memory(llama, tmp_path, monkey
     shutil.rmtree(tmp_path)
     with refused(UserError, "read"):
         _ = left.value
-
-
-# ---- damage ----------------------------------------------------------------------------------------------------------
 
 
 def cut(path: Path, _) -> None:
@@ -216,9 +207,6 @@ def test_a_folder_that_cannot_be_made_is_refused_with_the_remedy(tmp_path):
         Store(tmp_path / "file" / "cache", {}, {})
 
 
-# ---- room ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_scan_that_would_fill_the_disk_is_refused_before_its_first_pass(llama, tmp_path, monkeypatch):
     """The model's own capture would fit, those of its controls and of shuffled prompts beside it would not."""
 
@@ -243,9 +231,6 @@ def test_a_scan_that_would_fill_the_disk_is_refused_before_its_first_pass(llama,
     assert again.results["one"].arrays["mean"].tolist() == record.results["one"].arrays["mean"].tolist()
 
 
-# ---- out of memory ---------------------------------------------------------------------------------------------------
-
-
 def test_out_of_memory_on_any_batch_is_halved_told_and_equal(llama, tmp_path, monkeypatch):
     plain = llama.capture(ragged(lengths=LENGTHS), SITES, batch_tokens=24)
     whole = running.one_pass
@@ -267,8 +252,6 @@ def test_out_of_memory_on_any_batch_is_halved_told_and_equal(llama, tmp_path, mo
         assert made.events == told
         assert capture(llama, tmp_path / str(nth)).events == told, "the next run is told as well"
 
-
-# ---- two processes ---------------------------------------------------------------------------------------------------
 
 TWO = textwrap.dedent(
     """
@@ -311,9 +294,6 @@ def test_of_two_processes_on_one_capture_the_second_waits_and_finds_it_made(llam
     assert first[0] == 4 and second[0] == 0 and first[1] == second[1]
     capture(llama, tmp_path / "alone")
     assert contents(tmp_path / "both") == contents(tmp_path / "alone")
-
-
-# ---- edits -----------------------------------------------------------------------------------------------------------
 
 
 def test_an_edit_is_kept_apart_from_another_and_from_none(llama, tmp_path):

@@ -386,9 +386,6 @@ def test_a_mark_that_is_not_one_token_after_its_own_prompt_is_refused(pocket):
         words.answer_tokens(pocket, ["First: dax. owl:"], [["dax", "zubbaq"]])
 
 
-# ---- the command ----------------------------------------------------------------------------------------------------
-
-
 def test_one_process_under_two_spellings_is_read_once():
     config = RunConfig(processes=("markov", "markov:symbols=2", "coin"), ks=(1, 2))
     assert [in_text.title(world) for world in worlds(config)] == ["markov", "coin"]

@@ -305,9 +305,6 @@ def test_a_compiled_step_is_the_step():
         assert plain.step(step).item() == pytest.approx(compiled.step(step).item(), abs=1e-5)
 
 
-# ---- resume states
-
-
 SHORT = Training(
     "bijection:vocab=4,pairs=3", width=16, layers=1, heads=2, steps=20, batch=16, lr="1e-2", warmup=5, snapshots=2
 )

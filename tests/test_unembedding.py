@@ -57,9 +57,6 @@ def test_a_model_whose_way_to_its_logits_is_not_known_has_no_lens(monkeypatch):
         Model.of(model, name="odd").unembed(seen.layers(Site.RESIDUAL)[0])
 
 
-# ---- exact answers, row by row ---------------------------------------------------------------------------------------
-
-
 def test_exact_answers_stand_in_the_order_of_the_rows():
     task = HMM(steps=4)
     batch = task.sample(3, 0)

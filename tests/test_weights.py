@@ -76,9 +76,6 @@ def test_z_times_w_o_summed_over_heads_is_what_attention_returns(case):
         assert apart(total if bias is None else total + bias.detach(), returned) < TOLERANCE
 
 
-# ---- refusals --------------------------------------------------------------------------------------------------------
-
-
 def llama() -> Model:
     return Model.of(FAMILIES["llama"].model(), name="tiny")
 

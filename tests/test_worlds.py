@@ -318,9 +318,6 @@ def test_states_move_and_emit_as_often_as_the_matrices_say(world):
         assert (error.sum(0).abs() < 4.5 * (p * (1 - p)).sum(0).sqrt()).all()
 
 
-# ---- batches --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", names())
 def test_a_sample_carries_its_exact_answers_and_where_it_came_from(name):
     world = load_world(name)
