@@ -10,8 +10,8 @@ import torch
 
 from llmgeom import plan as scanning
 from llmgeom.batch import Batch, Tokens
-from llmgeom.llama.capture import LazyTensors, Site
 from llmgeom.model import running
+from llmgeom.model.capture import LazyTensors, Site
 from llmgeom.model.model import Model
 from llmgeom.probe import Needs
 from llmgeom.probes import attention_focus, value_manifold

@@ -16,9 +16,9 @@ import transformers
 from llmgeom.cache import shards as store
 from llmgeom.cache.shards import ASIDE, LOCK, Store
 from llmgeom.errors import UserError
-from llmgeom.llama.capture import Capture, Site, nbytes
 from llmgeom.model import batching, running
 from llmgeom.model.batching import group_batches
+from llmgeom.model.capture import Capture, Site, nbytes
 from llmgeom.model.edits import Edit
 from llmgeom.model.model import Model
 from llmgeom.run import run_probes
