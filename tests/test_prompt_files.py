@@ -177,7 +177,7 @@ def labelled(values) -> ProbeInput:
         (["a"] * 20, ("'a'", "all 20 rows", "two values")),
         (["a"] * 18 + ["b"] * 2, ("fewer than 5 rows of 'b'", "rows 19, 20")),
         ([1, 2, "x"] * 8, ("mixes kinds", "rows 3, 6, 9, 12, 15 and 3 more")),
-        ([1.5, None] * 10, ("no value in rows 2, 4")),
+        ([1.5, None] * 10, ("no value in rows 2, 4",)),
         ([str(i) for i in range(40)], ("40 classes in 40 rows",)),
     ],
 )

@@ -163,9 +163,13 @@ def test_the_oracle_of_arithmetic_finds_what_is_false():
         assert value(left) != value(right)
 
 
+@pytest.fixture(scope="module")
+def texts():
+    return [text for template in templates("math") for text in fillings(template)]
+
+
 @pytest.mark.parametrize(("pattern", "holds"), CLAIMS, ids=[pattern[:30] for pattern, _ in CLAIMS])
-def test_what_the_math_texts_claim_is_so(pattern, holds):
-    texts = [text for template in templates("math") for text in fillings(template)]
+def test_what_the_math_texts_claim_is_so(pattern, holds, texts):
     found = [match.groups() for text in texts for match in re.finditer(pattern, text)]
     assert len(found) >= 8
     for numbers in found:
