@@ -49,7 +49,7 @@ def test_evidence_weighed_so_many_times_is_seen_in_the_weight_and_costs_no_resol
     task = Coin(steps=8, prior="beta:1,1")
     biased = torch.tensor([0.7, 0.0])
     model = of(task, saying(task, lambda x: (says * task.log_predictive(x) + biased).log_softmax(-1)))
-    record = examine(model, task, Origin(), n=2000, nulls=1)
+    record = examine(model, task, Origin(), n=800, nulls=1)
     assert found(record, "posterior", "weight of evidence").value == pytest.approx(weight, abs=1e-5)
     # The maps are fitted on other sequences, and a ridge of 1e-4 keeps them finite.
     assert found(record, "posterior", "resolution").value == pytest.approx(resolution, abs=0.002)
@@ -57,7 +57,7 @@ def test_evidence_weighed_so_many_times_is_seen_in_the_weight_and_costs_no_resol
 
 def test_the_posterior_itself_passes_everything(small_failures):
     task = REPLACED
-    record = examine(of(task, saying(task, task.log_predictive)), task, Origin(task.title, 6, FEW), n=ENOUGH, nulls=20)
+    record = examine(of(task, saying(task, task.log_predictive)), task, Origin(task.title, 6, FEW), n=ENOUGH, nulls=8)
     got = found(record, "posterior", KL)
     assert abs(got.value) < 1e-6 and got.null == "the exact answer" and got.p < 0.0125
     assert found(record, "posterior", SKILL).value == pytest.approx(1, abs=1e-6)
@@ -290,7 +290,7 @@ def test_corrupted_labels_are_graded_against_both_answers(small_failures):
 
 def test_where_every_trivial_predictor_is_exact_there_is_nothing_to_grade():
     task = Coin(steps=1)
-    record = examine(of(task, saying(task, task.log_predictive)), task, Origin(task.title, 1), n=20, nulls=20)
+    record = examine(of(task, saying(task, task.log_predictive)), task, Origin(task.title, 1), n=20, nulls=5)
     assert "the position alone gives the answer; nothing is left to infer" in record.unmeasured["posterior"]
     assert "posterior_calibration" in record.results
 
