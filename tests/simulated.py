@@ -1,8 +1,7 @@
-"""Simulations: seeded draws, a factor model, coverage of intervals, and repetitions that stop once a rate is clear."""
+"""Simulations: seeded draws, a factor model, and coverage of intervals."""
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import TypeVar
 
 import jaxtyping
@@ -12,7 +11,6 @@ from scipy import stats as scipy_stats
 from llmgeom.stats import manifold
 
 T = TypeVar("T")
-LOOKS = (0.4, 0.7)  # of all repetitions
 
 
 def shapes_checked(items: Iterable[T], first: int = 1) -> Iterator[T]:
@@ -24,39 +22,8 @@ def shapes_checked(items: Iterable[T], first: int = 1) -> Iterator[T]:
         for i, item in enumerate(items):
             jaxtyping.config.update("jaxtyping_disable", i >= first)
             yield item
-    finally:  # a simulation may stop early
+    finally:  # a simulation may end early
         jaxtyping.config.update("jaxtyping_disable", False)
-
-
-@dataclass(frozen=True)
-class AtMost:
-    """At most `most` events in n repetitions, which stop as soon as the answer is clear.
-
-    Clear miss: more than `most` already, which no repetition takes back. Clear hit: at one of two looks so few events
-    that at the rate `caught` they happen with probability `error` / 2 or less. So where events have this rate or a
-    larger one, stopping lets them pass with probability `error` at most (the union of two looks), besides the
-    probability with which all n do.
-    """
-
-    n: int
-    most: int
-    caught: float
-    error: float = 0.01
-
-    def clear(self, events: int, repetitions: int) -> bool:
-        """Whether it is decided."""
-        look = repetitions in [int(part * self.n) for part in LOOKS]
-        few = look and scipy_stats.binom.cdf(events, repetitions, self.caught) <= self.error / len(LOOKS)
-        return events > self.most or repetitions == self.n or bool(few)
-
-    def holds(self, outcomes: Iterable[bool]) -> bool:
-        """Of outcomes in turn, no more than needed."""
-        events = 0
-        for repetitions, event in enumerate(outcomes, 1):
-            events += bool(event)
-            if self.clear(events, repetitions):
-                return events <= self.most
-        raise ValueError(f"fewer than {self.n} repetitions")
 
 
 def draws(seed):

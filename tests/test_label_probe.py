@@ -13,7 +13,7 @@ from llmgeom.stats.label_scores import coded
 from llmgeom.stats.nested_probe import Design, deletions, held_out, interval, stratified_folds
 from studies.planted_labels import DIM, World, claim, leak, planned
 from tests.refusals import refused
-from tests.simulated import AtMost, shapes_checked
+from tests.simulated import shapes_checked
 
 
 def test_a_direction_in_the_model_alone_is_found():
@@ -121,21 +121,20 @@ def test_templates_that_leak_are_caught_by_the_clusters():
 
 @pytest.mark.slow
 def test_a_label_of_chance_holds_in_at_most_one_of_twenty_runs():
-    """Of 200 labels that nothing carries at most 10, or fewer labels where that is clear.
+    """Of 120 labels that nothing carries at most 5: 8 % of errors are caught in 93 %.
 
-    Simulated: 0 of 120 at 80 prompts, since every control must be beaten. 8 % of errors are caught in 92 %.
+    Simulated: 0 of 120 at 80 prompts, since every control must be beaten.
     """
-    rule = AtMost(200, 10, caught=0.08)
-    assert rule.holds(claim(World(n=60).data(1000 + i)).verdict == "holds" for i in shapes_checked(range(200)))
+    assert sum(claim(World(n=60).data(1000 + i)).verdict == "holds" for i in shapes_checked(range(120))) <= 5
 
 
 @pytest.mark.slow
 def test_a_real_direction_is_found_at_the_planned_number_of_prompts():
-    """The rule's own plan, from the noise and the true excess of pilots of 100 prompts: at most 6 of 50 are missed."""
+    """The rule's own plan, from the noise and the true excess of pilots of 100 prompts: at most 4 of 35 are missed."""
     n = planned(0.9, 10)
     assert 100 < n < 300
-    rule, world = AtMost(50, 6, caught=0.25), World(n=n, strength=0.9)
-    assert rule.holds(claim(world.data(5000 + seed)).verdict != "holds" for seed in shapes_checked(range(50)))
+    world = World(n=n, strength=0.9)
+    assert sum(claim(world.data(5000 + seed)).verdict != "holds" for seed in shapes_checked(range(35))) <= 4
 
 
 @pytest.mark.slow

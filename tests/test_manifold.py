@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from scipy.stats import gamma, kstest
+from scipy.stats import kstest
 from sklearn.datasets import make_swiss_roll
 from sklearn.neighbors import NearestNeighbors
 
@@ -27,25 +27,9 @@ def shape(name: str, n: int, seed: int) -> np.ndarray:
     return rng.standard_normal((n, int(name.split()[0])))
 
 
-def spiral(n: int, seed: int, noise: float = 0.02) -> tuple[np.ndarray, np.ndarray]:
-    """A curve that turns once around, in 30 dimensions, and the place along it."""
-    rng = np.random.default_rng(seed)
-    place = rng.uniform(0, 1, n)
-    angle, radius = 2 * np.pi * place, 0.5 + place
-    plane = np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=1)
-    return embedded(plane, seed, 30) + noise * rng.standard_normal((n, 30)), place
-
-
 @pytest.mark.parametrize(
     ("name", "n", "dimension", "within"),
-    [
-        ("circle", 75, 1, 0.1),
-        ("circle", 400, 1, 0.05),
-        ("1 straight", 75, 1, 0.1),
-        ("2 straight", 150, 2, 0.15),
-        ("5 straight", 400, 5, 0.4),
-        ("swiss roll", 400, 2, 0.25),
-    ],
+    [("circle", 75, 1, 0.1), ("5 straight", 400, 5, 0.4), ("swiss roll", 400, 2, 0.25)],
 )
 def test_dimensions_that_are_known_are_found(name, n, dimension, within):
     found = [distances(embedded(shape(name, n, seed), seed)) for seed in range(25)]
@@ -83,8 +67,10 @@ def test_a_matched_gaussian_has_the_spectrum_to_the_last_digit():
 
 
 def test_a_curve_has_a_lower_dimension_than_its_gaussian_and_a_plane_has_not():
-    x, _ = spiral(75, 0, noise=0.0)
-    found = intrinsic_dimension(x, np.arange(75), 99, 0)
+    place = np.random.default_rng(0).uniform(0, 1, 75)
+    angle = 2 * np.pi * place
+    spiral = (0.5 + place[:, None]) * np.stack([np.cos(angle), np.sin(angle)], axis=1)
+    found = intrinsic_dimension(embedded(spiral, 0, 30), np.arange(75), 99, 0)
     assert found.ratio < 0.75 and (found.gaussian <= found.twonn).mean() < 0.05
     interval = found.ratio_interval()
     assert interval.low * interval.high == pytest.approx(found.ratio**2) and interval.high < 1
@@ -121,22 +107,6 @@ def test_too_few_points_and_coinciding_ones_are_refused():
         twonn(distances(x))
     with refused(UserError, "coinciding"):
         twonn(distances(np.vstack([x, x])))
-
-
-def test_twonn_is_unbiased_and_its_interval_covers_where_ratios_are_exponential():
-    """Points in pairs of known ratio: distances made up so that log mu is exponential with rate 7."""
-    rng, inside, found = np.random.default_rng(0), 0, []
-    n = 40
-    for _ in range(400):
-        d = np.full((n, n), 50.0)
-        ratio = np.exp(rng.exponential(1 / 7, n))
-        for i in range(n):
-            d[i, (i + 1) % n], d[i, (i + 2) % n], d[i, i] = 1.0, ratio[i], 0.0
-        found.append(twonn(d))
-        low, high = (found[-1] * gamma.ppf(tail, 36) / 35 for tail in (0.025, 0.975))
-        inside += low < 7 < high
-    assert np.mean(found) == pytest.approx(7, abs=0.2)
-    assert 0.92 < inside / 400 < 0.98
 
 
 @pytest.mark.slow

@@ -13,8 +13,6 @@ from llmgeom.wind_tunnels.models.tunnel import LSTM, Mean, Slots, TunnelConfig
 from tests.architectures import EXACT, SHAPE, V, inputs, made
 from tests.refusals import refused
 
-# ---- mixers against formulas written out -----------------------------------------------------------------------------
-
 
 def mixer(kind, **fields):
     torch.manual_seed(0)
@@ -70,9 +68,6 @@ def test_a_layer_is_pre_norm_and_residual(arch):
     torch.testing.assert_close(model(inputs_embeds=x).logits, norm(h) @ model.lm_head.weight.T, **EXACT)
 
 
-# ---- state spaces against transformers -------------------------------------------------------------------------------
-
-
 @contextmanager
 def in_double(monkeypatch):
     """transformers' Mamba code calls .float() and .to(torch.float32) on what should stay float64; here that it does."""
@@ -110,14 +105,13 @@ def relative(a: Tensor, b: Tensor) -> float:
     return ((a - b).abs().max() / b.abs().max()).item()
 
 
-@pytest.mark.parametrize("arch, inner", [("mamba2", 16), ("mamba2", 5), ("mamba", 16), ("mamba", 5)])
+@pytest.mark.parametrize("arch, inner", [("mamba2", 5), ("mamba", 16)])
 def test_state_spaces_are_transformers_own(arch, inner, monkeypatch):
     ours = made(arch, inner=inner)
     torch.manual_seed(0)
     for parameter in ours.parameters():
-        parameter.data += 0.3 * torch.randn_like(
-            parameter
-        )  # what starts at zeros, ones or 1 .. heads would hide mistakes
+        # What starts at zeros, ones or 1 .. heads would hide mistakes.
+        parameter.data += 0.3 * torch.randn_like(parameter)
     reference = theirs(arch, ours).double()
     weights = {f"backbone.{k}" if k != "lm_head.weight" else k: v for k, v in ours.state_dict().items()}
     reference.load_state_dict(weights)

@@ -3,16 +3,14 @@
 import numpy as np
 import pytest
 
-from llmgeom import claims, wind_tunnels
-from llmgeom.errors import Unavailable, UserError
+from llmgeom import claims
+from llmgeom.errors import UserError
 from llmgeom.model.intervention import Effects
 from llmgeom.model.model import Model
 from llmgeom.probes.interventions.component_results import MLP_EVIDENCE, MLP_NORM, MLP_SHARE, measure_blocks
 from llmgeom.stats.resampling import band
-from llmgeom.wind_tunnels.training import train
-from llmgeom.wind_tunnels.training_config import Training
 from tests.families import FAMILIES
-from tests.test_component_ablation import HELD, ablated, alone, examine, writes_of
+from tests.test_component_ablation import HELD, ablated, alone, writes_of
 
 
 @pytest.mark.parametrize("positions", ["query", "all"])
@@ -92,14 +90,6 @@ def test_untrained_controls_are_compared_over_the_trained_model_s_total():
     total = branches(own).mean(2).sum()
     shares = [branches(control)[1].mean(1).sum() / total for control in untrained]
     assert min(shares) > 0.5 and (found.null_low, found.null_high) == pytest.approx(tuple(band(np.array(shares))))
-
-
-def test_an_lstm_has_no_branches(tmp_path):
-    given = Training("hmm:steps=4", arch="lstm", width=32, layers=2, heads=2, steps=3, batch=8)
-    subject = Model.load(str(train(given, tmp_path / "t").out))
-    task = wind_tunnels.load_world("hmm:steps=4")
-    with pytest.raises(Unavailable):
-        examine(subject, task.sample(12, 0, "held-out"), "blocks", task=task, positions="all")
 
 
 def test_a_branch_that_writes_nothing_has_no_ratio_of_norms():

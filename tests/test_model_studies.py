@@ -36,11 +36,8 @@ def test_directions_that_the_unembedding_does_not_read_are_found_and_act_through
     found = entropy_neurons.shifted(subject, x, planted)
     assert np.abs(found["frozen"]).max() < 1e-5 < 1e-2 < np.abs(found["free"]).max()
     # By hand: the logits of x, times the norm's scale after the change over the scale before.
-    logits = (
-        (x / x.norm(dim=1, keepdim=True)).double().numpy()
-        * width**0.5
-        @ (head.weight.double() * gain).T.detach().numpy()
-    )
+    normed = (x / x.norm(dim=1, keepdim=True)).double().numpy() * width**0.5
+    logits = normed @ (head.weight.double() * gain).T.detach().numpy()
     scale = (x.norm(dim=1) / (x + planted).norm(dim=1)).double().numpy()[:, None]
     by_hand = [entropy(np.exp(log_softmax(z, 1)), base=2, axis=1) for z in (logits * scale, logits)]
     np.testing.assert_allclose(found["free"], by_hand[0] - by_hand[1], atol=2e-3)

@@ -10,7 +10,6 @@ from click.testing import CliRunner
 from llmgeom import probes
 from llmgeom.cli import main
 from llmgeom.errors import UserError
-from llmgeom.model.model import Model
 from llmgeom.probe import probe
 from llmgeom.prompts.domains import Domain
 from llmgeom.record import Record
@@ -52,24 +51,20 @@ def test_a_number_and_a_figure_stand_in_the_terminal_and_on_the_page(tmp_path):
     assert drawn[-1] == pytest.approx(found.value, rel=1e-5)
 
 
-def test_the_number_has_the_jackknife_s_interval_and_the_same_number_of_every_control():
-    subject, batch = Model.load("pocket:pythia", device="cpu"), Domain("math").sample(20, 0)
+def test_the_number_has_the_jackknife_s_interval_and_the_same_number_of_every_control(pythia):
+    batch = Domain("math").sample(20, 0)
 
     @probe("residual")
     def length(data):
         return data.capture["residual", -1].norm(dim=-1).mean()
 
-    (found,) = run_probes(subject, batch, {"length": length}, controls=3).results["length"].estimates
-    lengths = subject.capture(batch, "residual")["residual", -1].norm(dim=-1).double().numpy()
+    (found,) = run_probes(pythia, batch, {"length": length}, controls=3).results["length"].estimates
+    lengths = pythia.capture(batch, "residual")["residual", -1].norm(dim=-1).double().numpy()
     assert found.value == pytest.approx(lengths.mean(), rel=1e-5) and (found.n, found.verdict) == (20, "")
     span = jackknife(np.mean, lengths, batch.cluster)
     if len(set(batch.cluster)) == 20:  # each prompt is a unit
         assert (found.low, found.high) == pytest.approx((span.low, span.high), rel=1e-4)
-    shuffled = run_probes(subject, batch, {"length": length}, controls=3).results["length"].estimates[0]
-    assert (
-        found.controls[0].name in ("untrained", "shuffled prompts", "no context")
-        and shuffled.null_high == found.null_high
-    )
+    assert found.controls[0].name in ("untrained", "shuffled prompts", "no context")
     assert found.null_low <= found.null_high != found.value
 
 
@@ -83,12 +78,10 @@ def test_several_functions_of_a_file_are_several_probes(tmp_path):
 
 
 @pytest.mark.parametrize("answer", [math.nan, "high", None, np.zeros(3)])
-def test_what_is_no_number_is_named(answer):
+def test_what_is_no_number_is_named(answer, pythia):
     @probe("residual")
     def odd(data):
         return answer
 
-    record = run_probes(
-        Model.load("pocket:pythia", device="cpu"), Domain("math").sample(12, 0), {"odd": odd}, controls=0
-    )
+    record = run_probes(pythia, Domain("math").sample(12, 0), {"odd": odd}, controls=0)
     assert "probe 'odd' returned" in record.unmeasured["odd"] and "expected a finite number" in record.unmeasured["odd"]

@@ -125,10 +125,7 @@ def test_the_installed_types_are_clean_and_a_user_s_program_is_checked_against_t
 
 def test_the_citation_says_the_version_and_the_licence():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    assert {"cff-version", "message", "title", "authors"} <= set(cited) and cited["cff-version"] == "1.2.0"
     assert cited["version"] == llmgeom.__version__ and cited["license"] == "MIT"
     urls = [one["url"] for one in cited["references"]]
     assert urls == [f"https://arxiv.org/abs/2512.{number}" for number in (22471, 22473, 23752)]
-    assert all({"type", "title", "authors"} <= set(one) for one in cited["references"])
     assert f"\n## {cited['version']}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    assert (ROOT / "LICENSE").read_text(encoding="utf-8").startswith("MIT License")

@@ -33,12 +33,8 @@ def test_numbers_show_two_digits_of_their_range(values, expected):
 def test_table_says_each_headline_and_each_gap():
     found = {row.name: row for row in rows([synthetic()])}
     row = found["PC1 share, last layer"]
-    assert (row.value, row.interval, row.p, row.n) == (
-        "0.412",
-        "0.392 to 0.432",
-        "0.048",
-        "75 prompts from 38 clusters",
-    )
+    assert (row.value, row.interval, row.p) == ("0.412", "0.392 to 0.432", "0.048")
+    assert row.n == "75 prompts from 38 clusters"
     assert row.null == "0.110 to 0.190: untrained controls (20 draws)" and (row.probe, row.verdict) == ("manifold", "")
     numbers = row.numbers()
     assert (numbers["value"], numbers["control_low"], numbers["draws"], numbers["claim"]) == (0.412, 0.11, 20, None)
@@ -49,26 +45,16 @@ def test_table_says_each_headline_and_each_gap():
 
 def test_verdicts_are_plain_html_before_any_script():
     head = page([synthetic()]).split("<script")[0]
-    for words in ('<span class="chip open">open</span>', "0.392 to 0.432"):
+    gap = "not measured, because the model has no tokenizer for digits"
+    for words in ('<span class="chip open">open</span>', "0.392 to 0.432", gap, "pocket:pythia @ step143000"):
         assert words in head
-    assert "not measured, because the model has no tokenizer for digits" in head
-    assert "pocket:pythia @ step143000" in head and "logits 0, rows 2.4e-07" in re.sub(
-        "layers seen once yes, ", "", head
-    )
 
 
-def test_what_varies_between_equal_runs_stays_out():
-    record = synthetic()
-    html = page([record])
-    assert "secret-host" not in html
-    assert html == page([replace(record, run={})])
-
-
-def test_same_record_same_bytes_also_after_a_round_trip(tmp_path):
+def test_same_record_same_bytes_also_after_a_round_trip_and_whatever_varies_between_equal_runs(tmp_path):
     record = synthetic()
     record.save(tmp_path)
     html = page([record])
-    assert html == page([Record.load(tmp_path)]) == page([synthetic()])
+    assert html == page([Record.load(tmp_path)]) == page([replace(record, run={})]) and "secret-host" not in html
 
 
 def test_a_thousand_prompts_stay_under_three_megabytes():
@@ -95,30 +81,30 @@ def test_no_record_is_refused():
 # ---- hostile records -------------------------------------------------------------------------------------------------
 
 
+NAME = HOSTILE[0] + HOSTILE[4]
+
+
 @pytest.fixture(scope="module")
 def hostile():
-    return synthetic(hostile=HOSTILE, name=HOSTILE[0] + HOSTILE[4])
+    """The page of a hostile record."""
+    return page([synthetic(hostile=HOSTILE, name=NAME)])
 
 
-def test_hostile_strings_leave_no_element_and_no_attribute(hostile):
+def test_hostile_strings_leave_no_element_and_no_attribute_and_can_be_read_as_they_were_written(hostile):
     tame = [re.sub(r"[^a-z ]", "x", text) for text in HOSTILE]
-    assert shape(page([hostile])) == shape(page([synthetic(hostile=tame, name="x")]))
-
-
-def test_hostile_strings_can_be_read_as_they_were_written(hostile):
-    text = Tree(page([hostile])).text
+    assert shape(hostile) == shape(page([synthetic(hostile=tame, name="x")]))
+    text = Tree(hostile).text
     for prompt in HOSTILE:
         assert visible(prompt) in text
 
 
 def test_nothing_invisible_reaches_the_page(hostile):
-    html = page([hostile])
-    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ud800-\udfff]", html)
-    html.encode()
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ud800-\udfff]", hostile)
+    hostile.encode()
 
 
 def test_data_block_holds_no_markup(hostile):
-    block = Tree(page([hostile])).scripts["data"]
+    block = Tree(hostile).scripts["data"]
     assert not set("<>&") & set(block) and block.isascii()
     hover = json.loads(block)["records"][0]["hover"]
     assert hover[0].startswith("prompt 0<br>&lt;/script&gt;&lt;script&gt;alert(1)")
@@ -126,10 +112,8 @@ def test_data_block_holds_no_markup(hostile):
 
 
 def test_visible_spells_out_what_cannot_be_seen():
-    assert (
-        visible("a\x00\x1b\n\x7f\u202e\u200b\ud800\U000e0041é 漢")
-        == "a\\x00\\x1b\\n\\x7f\\u202e\\u200b\\ud800\\U000e0041é 漢"
-    )
+    shown = "a\\x00\\x1b\\n\\x7f\\u202e\\u200b\\ud800\\U000e0041é 漢"
+    assert visible("a\x00\x1b\n\x7f\u202e\u200b\ud800\U000e0041é 漢") == shown
     assert visible(visible("\u202e")) == visible("\u202e")
 
 
@@ -138,16 +122,15 @@ def test_plotly_text_cuts_before_it_escapes():
     assert plotly_text("<b> x", width=3) == "&lt;b&gt;<br>x"
 
 
-def test_table_is_safe_to_print_to_a_terminal(hostile):
-    assert not re.search(
-        r"[\x00-\x1f\x7f-\x9f\u202a-\u202e]", "".join(f"{r.null}{r.why}{r.numbers()}" for r in rows([hostile] * 2))
-    )
+def test_table_is_safe_to_print_to_a_terminal():
+    table = rows([synthetic(hostile=HOSTILE, name=NAME)] * 2)
+    text = "".join(f"{row.null}{row.why}{row.numbers()}" for row in table)
+    assert not re.search(r"[\x00-\x1f\x7f-\x9f\u202a-\u202e]", text)
 
 
 def test_page_reaches_for_nothing_outside_itself(hostile):
-    html = page([hostile])
-    assert not re.search(r"(?i)https?://|//cdn|@import|(?<!toData)url\(", html)
-    tree = Tree(html)
+    assert not re.search(r"(?i)https?://|//cdn|@import|(?<!toData)url\(", hostile)
+    tree = Tree(hostile)
     assert not [tag for tag, a in tree.elements if tag in ("link", "iframe", "img", "object", "form", "base")]
     assert all(a.get("href", "#").startswith("#") and "src" not in a for _, a in tree.elements)
     policy = next(a["content"] for tag, a in tree.elements if a.get("http-equiv"))
@@ -163,10 +146,8 @@ def test_declared_names_are_escaped_for_plotly_too():
 
 
 def test_no_blob_may_be_loaded_and_nothing_is_drawn_by_webgl():
-    record = synthetic()
-    html = page([record])
-    assert "blob:" not in html.split('id="plotly"')[0] and "createObjectURL" not in Tree(html).scripts["script"]
-    kinds = {
-        t.get("type", "scatter") for f in json.loads(Tree(html).scripts["data"])["figures"] for t in f.get("data", ())
-    }
+    html = page([synthetic()])
+    scripts = Tree(html).scripts
+    assert "blob:" not in html.split('id="plotly"')[0] and "createObjectURL" not in scripts["script"]
+    kinds = {t.get("type", "scatter") for f in json.loads(scripts["data"])["figures"] for t in f.get("data", ())}
     assert kinds == {"scatter", "heatmap"}

@@ -23,10 +23,8 @@ OWN_ID = re.compile(r' id="([a-z-]+)"')
 def test_table_holds_two_records_side_by_side():
     pairs = [(row.name, row.record) for row in rows([synthetic(), synthetic(source="math")])]
     assert pairs[:3] == [("PC1+PC2 share", "mixed"), ("PC1+PC2 share", "math"), ("mean focus", "mixed")]
-    assert {row.record for row in rows([synthetic(), synthetic()])} == {
-        "pocket:pythia on mixed (run 1)",
-        "pocket:pythia on mixed (run 2)",
-    }
+    twice = {row.record for row in rows([synthetic(), synthetic()])}
+    assert twice == {"pocket:pythia on mixed (run 1)", "pocket:pythia on mixed (run 2)"}
 
 
 NAMED = "PC1 share, a name that is long and would be broken on any axis, < 1"
@@ -43,10 +41,8 @@ def test_differences_of_records_of_the_same_prompts_stand_above_their_sections()
     (difference,) = found.pairs[0].differences
     part = html.split('class="compared"')[1].split("</section>")[0]
     assert difference.value == pytest.approx(0.15) and f"<td>{difference.shown}</td>" in part
-    assert (
-        f'title="{difference.why}"' in part
-        and f'<span class="chip {difference.chip}">{difference.verdict}</span>' in part
-    )
+    assert f'title="{difference.why}"' in part
+    assert f'<span class="chip {difference.chip}">{difference.verdict}</span>' in part
     # From -1.5 to 2 effects of interest of 0.1: the dot at 1.5, its interval, and what is smaller than the effect.
     scale = 100 / (2.0 + 1.5)
     dot = re.search(r'<circle class="(.+?)" cx="(.+?)%"', part)

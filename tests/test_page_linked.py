@@ -20,11 +20,9 @@ def models():
     """The same prompts through two models; the second has fewer layers, and a scatter of another kind."""
     first, second = synthetic(hostile=HOSTILE), synthetic(seed=0, layers=4, hostile=HOSTILE, name="pocket:llama")
     measured = second.results["manifold"]
-    quantities = dict(measured.quantities) | {
-        "unrolled": Quantity(
-            ("prompt", "component"), "steps", "order along a curve", Figure("scatter", colour="domain")
-        )
-    }
+    figure = Figure("scatter", colour="domain")
+    unrolled = Quantity(("prompt", "component"), "steps", "order along a curve", figure)
+    quantities = {**measured.quantities, "unrolled": unrolled}
     arrays = dict(measured.arrays) | {"unrolled": measured.arrays["scores"][:, :2] ** 2}
     results = dict(second.results) | {"manifold": replace(measured, quantities=quantities, arrays=arrays)}
     same = {c: first.prompts[c] for c in ("text", "domain", "pieces")}
@@ -89,10 +87,8 @@ def test_pointing_at_a_prompt_marks_it_in_every_figure_of_both_models(view):
     assert hash_of(view) == "" and not view.evaluate("state.pinned")
     places = {figure: ring(view, figure) for figure in ids(view)}
     assert len(places) == 3
-    unrolled = SECOND.results["manifold"].arrays["unrolled"]
-    for (x, y), expected in zip(
-        places.values(), (SCORES, SECOND.results["manifold"].arrays["scores"], unrolled), strict=True
-    ):
+    second = SECOND.results["manifold"].arrays
+    for (x, y), expected in zip(places.values(), (SCORES, second["scores"], second["unrolled"]), strict=True):
         assert (x, y) == pytest.approx(tuple(expected[prompt, :2]), rel=1e-5)
     rows = view.evaluate("[...document.querySelectorAll('tr[aria-current]')].map(r => +r.cells[0].textContent)")
     assert rows == [prompt, prompt]
@@ -211,14 +207,9 @@ def test_the_layer_slider_moves_points_lines_rows_and_numbers(view):
     assert "layer 3; metrics are of the last" in figure.locator(".shown").text_content()
     cells = figure.locator("details tbody tr").nth(8).locator("td").all_text_contents()
     assert [float(c) for c in cells] == pytest.approx([8, *EVERY[3][8, :2]], rel=1e-3)
-    lines = view.evaluate(
-        "content.figures.filter(f => f.layer === 'x').map(f => byId(f.id).layout.shapes.map(s => s.x0))"
-    )
-    assert lines == [[3]]  # the curves of both models are one chart
-    rows = view.evaluate(
-        "content.figures.filter(f => f.layer === 'y').map(f => byId(f.id).layout.shapes.map(s => s.y0))"
-    )
-    assert rows == [[2.5]] * 4
+    marks = "content.figures.filter(f => f.layer === '{0}').map(f => byId(f.id).layout.shapes.map(s => s.{0}0))"
+    assert view.evaluate(marks.format("x")) == [[3]]  # the curves of both models are one chart
+    assert view.evaluate(marks.format("y")) == [[2.5]] * 4
     view.keyboard.press("End")
     until(view, "!location.hash.includes('layer')")
     assert view.locator("#layer").get_attribute("aria-valuetext") == "last layer"
@@ -258,9 +249,8 @@ def test_the_address_opens_the_page_as_it_was_left(chromium, tmp_path):  # noqa:
     with opened(chromium, tmp_path / "page.html", [FIRST, SECOND], at=at) as view:
         view.wait_for_timeout(100)
         assert view.locator("#layer").input_value() == "2" and view.locator("#layer-said").inner_text() == "2"
-        assert view.locator("input[data-domain]:checked").evaluate_all("e => e.map(i => i.dataset.domain)") == [
-            "arithmetic"
-        ]
+        checked = view.locator("input[data-domain]:checked").evaluate_all("e => e.map(i => i.dataset.domain)")
+        assert checked == ["arithmetic"]
         assert view.locator("figure select").first.input_value() == "domain"
         assert view.locator("#said").inner_text() == "prompt 7, pinned"
         assert ring(view, ids(view)[0]) == pytest.approx(tuple(EVERY[2][7, :2]), rel=1e-5)
@@ -283,13 +273,8 @@ def test_the_address_opens_the_page_as_it_was_left(chromium, tmp_path):  # noqa:
         ):
             again(view, wrong)
             state = view.evaluate("({...state, hide: [...state.hide]})")
-            assert (state["layer"], state["hide"], state["colour"], state["prompt"], state["s"]) == (
-                None,
-                [],
-                "",
-                -1,
-                "",
-            )
+            shown = [state[name] for name in ("layer", "hide", "colour", "prompt", "s")]
+            assert shown == [None, [], "", -1, ""]
         assert view.seen["messages"] == []
 
 
@@ -302,22 +287,16 @@ def saved(view, kind, figure="figure:has(select)"):
 def test_a_figure_can_be_saved_in_four_ways(view):
     name = ids(view)[0]
     called, svg = saved(view, "svg")
-    assert (
-        called == f"{name}.svg"
-        and svg.startswith(b"<svg")
-        and svg.count(b'class="point ') + svg.count(b'class="point"') >= 75
-    )
+    assert called == f"{name}.svg" and svg.startswith(b"<svg")
+    assert svg.count(b'class="point ') + svg.count(b'class="point"') >= 75
     called, png = saved(view, "png")
     width = view.locator(f"#{name}").bounding_box()["width"]
     assert called == f"{name}.png" and png.startswith(b"\x89PNG")
     assert int.from_bytes(png[16:20], "big") == pytest.approx(2 * width, abs=2)
     called, text = saved(view, "csv")
     rows = list(csv.reader(io.StringIO(text.decode())))
-    assert (
-        called == f"{name}.csv"
-        and len(rows) == 76
-        and rows[0][:4] == ["prompt", "component 1 [standard units]", "component 2 [standard units]", "text"]
-    )
+    assert called == f"{name}.csv" and len(rows) == 76
+    assert rows[0][:4] == ["prompt", "component 1 [standard units]", "component 2 [standard units]", "text"]
     assert [float(v) for v in rows[9][:3]] == pytest.approx([8, *SCORES[8, :2]], rel=1e-3)
     assert rows[2][3] == HOSTILE[1] and rows[9][rows[0].index("domain")] == FIRST.prompts["domain"][8]
     called, text = saved(view, "json")

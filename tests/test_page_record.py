@@ -18,7 +18,6 @@ from llmgeom.model.hub import pockets
 from llmgeom.model.model import Model
 from llmgeom.model.tokenizing import special_tokens
 from llmgeom.probes import known
-from llmgeom.probes.shared.representation_geometry import aligned_signs
 from llmgeom.prompts.domains import Domain
 from llmgeom.provenance import SHOWN_WEIGHTS, _attention, _likely, _piece, prompt_table
 from llmgeom.run import run_probes
@@ -130,12 +129,6 @@ def test_every_layer_s_places_are_those_of_its_own_components_and_turn_no_sign(s
             assert abs(np.corrcoef(place[:, i], left[:, i])[0, 1]) == pytest.approx(1, abs=1e-6)
     for one, after in pairwise(layers):
         assert ((one * after).sum(0) >= 0).all()
-
-
-def test_signs_follow_the_layer_after():
-    last = np.array([[1.0, -1.0], [-1.0, 1.0], [0.5, 0.2]])
-    found = aligned_signs([last * [1, -1], last * [-2, 1], last])
-    assert np.array_equal(found, [last, last * [2, 1], last])
 
 
 def test_attention_of_the_final_query_is_that_of_the_model_run_by_hand(subject, record):

@@ -13,11 +13,8 @@ from llmgeom.stats import manifold
 from tests.refusals import refused
 from tests.simulated import coverage, draws
 
-# Spectra
 
-
-@pytest.mark.parametrize(("n", "d"), [(30, 80), (80, 30), (40, 40)])
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(("n", "d", "dtype"), [(30, 80, np.float32), (80, 30, np.float64), (40, 40, np.float64)])
 def test_shares_and_scores_are_those_of_scikit_learn(n, d, dtype):
     rng = draws(0)
     x = (rng.normal(size=(n, d)) @ rng.normal(size=(d, d)) + 3).astype(dtype)
@@ -30,17 +27,9 @@ def test_shares_and_scores_are_those_of_scikit_learn(n, d, dtype):
     np.testing.assert_allclose(np.abs(found.scores), np.abs(expected), atol=1e-8)
     assert found.numbers[0] == pytest.approx(reference.explained_variance_ratio_[0])
     assert found.numbers[1] == pytest.approx(reference.explained_variance_ratio_[:2].sum())
+    assert found.numbers[2] == pytest.approx(1 / np.square(reference.explained_variance_ratio_).sum())
+    np.testing.assert_allclose(pca._share_summary(x.astype(np.float64)), found.numbers)
     assert (found.n, found.d, found.dropped) == (n, d, 0)
-
-
-@pytest.mark.parametrize(("n", "d"), [(25, 60), (60, 25)])
-def test_spectrum_is_that_of_the_correlation_matrix_whichever_matrix_was_decomposed(n, d):
-    x = draws(1).normal(size=(n, d)) * np.arange(1, d + 1)
-    found = manifold.shares(x)
-    eigenvalues = np.sort(np.linalg.eigvalsh(np.corrcoef(x.T)))[::-1][: min(n - 1, d)]
-    np.testing.assert_allclose(found.shares, eigenvalues / d, atol=1e-12)
-    assert found.numbers[2] == pytest.approx(d**2 / np.square(np.corrcoef(x.T)).sum())
-    np.testing.assert_allclose(manifold._share_summary(x), found.numbers)
 
 
 def test_scores_have_the_variance_of_their_component_and_a_stated_sign():
@@ -85,9 +74,6 @@ def test_shares_refuse_what_has_no_spectrum():
         manifold.shares(x)
 
 
-# Intervals
-
-
 def test_share_intervals_match_a_loop_that_deletes_standardises_and_decomposes():
     rng = draws(11)
     clusters = np.array([0, 1, 1, 2, 3, 3, 4, 5, 5, 6, 7, 8, 8, 0])
@@ -111,9 +97,12 @@ def test_share_intervals_match_a_loop_that_deletes_standardises_and_decomposes()
         assert found.method == "jackknife over 9 clusters, log scale"
 
 
-@pytest.mark.parametrize("kind", ["strong", "close"])
 @pytest.mark.slow
-def test_share_intervals_cover_the_expected_share(kind):
-    # 500 repetitions: at 200 the simulation's own error (1.5 %) is as wide as what is tested.
-    found = coverage(kind, 500)
-    assert ((found >= 0.90) & (found <= 0.97)).all()
+@pytest.mark.parametrize(
+    ("kind", "repetitions", "low", "high"),
+    [("strong", 500, 0.90, 0.97), ("close", 500, 0.90, 0.97), ("curve", 40, 0.79, 1), ("t4", 40, 0.79, 1)],
+)
+def test_share_intervals_cover_the_expected_share(kind, repetitions, low, high):
+    # 500 repetitions: at 200 the simulation's own error (1.5 %) is as wide as what is tested; 40 show gross errors.
+    found = coverage(kind, repetitions)
+    assert ((found >= low) & (found <= high)).all()

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-import llmgeom
 from llmgeom.cli import main
 
 MODEL = ["--model", "pocket:pythia", "--device", "cpu", "--quiet"]
@@ -18,15 +17,10 @@ def run(*words):
     return CliRunner().invoke(main, [*map(str, words)], catch_exceptions=False)
 
 
-@pytest.fixture(scope="module")
-def subject():
-    return llmgeom.load("pocket:pythia", device="cpu")
-
-
-def test_lens_of_a_prompt(subject, tmp_path):
+def test_lens_of_a_prompt(pythia, tmp_path):
     seen = run("lens", "The capital of France is", *MODEL, "--out", tmp_path)
     assert seen.exit_code == 0, seen.output
-    lens = subject.lens("The capital of France is")
+    lens = pythia.lens("The capital of France is")
     rank = lens["rank"][:, -1]
     first = next(i for i in range(len(rank)) if (rank[i:] == 1).all())
     assert f"on top from layer {first} of {len(rank) - 1} on" in seen.output
@@ -39,51 +33,51 @@ def test_lens_of_a_prompt(subject, tmp_path):
     assert page.count('class="plotly-graph-div"') == 2
 
 
-def test_lens_of_a_file_of_prompts(subject, tmp_path):
+def test_lens_of_a_file_of_prompts(pythia, tmp_path):
     prompts = ["The capital of France is", "Two and two make", "She went to the"]
     (tmp_path / "mine.txt").write_text("\n".join(prompts), encoding="utf-8")
     seen = run(
         "lens", "--prompts", tmp_path / "mine.txt", "--control-models", 1, *MODEL, "--out", tmp_path / "out", "--json"
     )
     said = json.loads(seen.output)
-    lens = subject.lens(prompts, controls=1)
+    lens = pythia.lens(prompts, controls=1)
     np.testing.assert_allclose([row["KL"] for row in said["numbers"][0]], lens["KL"], rtol=1e-4, atol=1e-6)
     assert f"from layer {lens.attrs['first layer']:.1f} [" in said["sentences"][0]
 
 
-def test_heads(subject, tmp_path):
+def test_heads(pythia, tmp_path):
     seen = run(
         "heads", "--length", 10, "--sequences", 3, "--control-models", 1, "--ablate", 1, *MODEL, "--out", tmp_path
     )
     assert seen.exit_code == 0, seen.output
-    frame = subject.heads(10, 3).frame()
+    frame = pythia.heads(10, 3).frame()
     best = frame.nlargest(1, "induction").iloc[0]
     name = f"L{int(best['layer'])}H{int(best['head'])}"
     assert f"{name} with weight {best['induction']:.2f}" in seen.output
-    lost = subject.copying([(int(best["layer"]), int(best["head"]))], 10, 3, draws=2)
+    lost = pythia.copying([(int(best["layer"]), int(best["head"]))], 10, 3, draws=2)
     assert f"Without {name} a repeated token loses {lost['lost'][1]:.2f} [" in seen.output
     assert (tmp_path / "numbers-2.csv").exists()
 
 
-def test_patch_of_two_prompts(subject, tmp_path):
+def test_patch_of_two_prompts(pythia, tmp_path):
     words = ["--clean", "A dog is big", "--corrupt", "A cat is big", "--answers", "and,the"]
     seen = run("patch", *words, *MODEL, "--out", tmp_path)
     assert seen.exit_code == 0, seen.output
-    patch = subject.patch("A dog is big", "A cat is big", (" and", " the"))
+    patch = pythia.patch("A dog is big", "A cat is big", (" and", " the"))
     assert f"{patch.attrs['clean']:.2f} clean and {patch.attrs['corrupt']:.2f} corrupt" in seen.output
     first = patch.ticks["position"][patch["restored"][0].argmax()].strip()
     assert f"restores most at {first!r}, layer" in seen.output
     assert (tmp_path / "numbers-2.csv").exists()
 
 
-def test_patch_of_pairs(subject, tmp_path):
+def test_patch_of_pairs(pythia, tmp_path):
     rows = [("A dog is big", "A cat is big", "and", "the"), ("A tree is big", "A house is big", "the", "and")]
     text = "\n".join(",".join(row) for row in [("clean", "corrupt", "answer", "instead"), *rows])
     (tmp_path / "pairs.csv").write_text(text, encoding="utf-8")
     objects = [json.dumps(dict(zip(("clean", "corrupt", "answer", "instead"), row, strict=True))) for row in rows]
     (tmp_path / "pairs.jsonl").write_text("\n".join(objects), encoding="utf-8")
     answers = [(" and", " the"), (" the", " and")]
-    patch = subject.patch([row[0] for row in rows], [row[1] for row in rows], answers, at="heads")
+    patch = pythia.patch([row[0] for row in rows], [row[1] for row in rows], answers, at="heads")
     layer, head = np.unravel_index(patch["restored"].argmax(), patch["restored"].shape)
     for name in ("pairs.csv", "pairs.jsonl"):
         seen = run("patch", "--pairs", tmp_path / name, "--at", "heads", *MODEL, "--out", tmp_path / name[6:])
@@ -93,12 +87,12 @@ def test_patch_of_pairs(subject, tmp_path):
         assert f"[{low:.2f}, {high:.2f}] over 2 pairs" in seen.output
 
 
-def test_patch_of_the_edges_to_a_head(subject, tmp_path):
+def test_patch_of_the_edges_to_a_head(pythia, tmp_path):
     words = ["--clean", "A dog is big", "--corrupt", "A cat is big", "--answers", "and,the", "--at", "edges"]
     seen = run("patch", *words, "--to", "1.2.key", "--metric", "log-probability", *MODEL, "--out", tmp_path)
     assert seen.exit_code == 0, seen.output
     options = {"at": "edges", "to": (1, 2, "key"), "metric": "log-probability"}
-    patch = subject.patch("A dog is big", "A cat is big", (" and", " the"), **options)
+    patch = pythia.patch("A dog is big", "A cat is big", (" and", " the"), **options)
     assert f"The log-probability of the answer 'and' is {patch.attrs['clean']:.2f} clean" in seen.output
     layer, head = np.unravel_index(patch["restored"].argmax(), patch["restored"].shape)
     assert layer == 0 and f"most: L{layer}H{head} {patch['restored'].max():.2f};" in seen.output
@@ -106,13 +100,13 @@ def test_patch_of_the_edges_to_a_head(subject, tmp_path):
     assert refused.exit_code == 1 and "LAYER.HEAD.key" in refused.output
 
 
-def test_beliefs_in_context(subject, tmp_path):
+def test_beliefs_in_context(pythia, tmp_path):
     words = ["--process", "edge-hmm", "--length", 32, "--control-models", 1, "--surface", "words"]
     seen = CliRunner().invoke(main, ["evidence", *map(str, words), *MODEL])
     assert seen.exit_code == 1 and "the world needs 3" in seen.output
     seen = run("evidence", *words[:-2], *MODEL, "--out", tmp_path)
     assert seen.exit_code == 0, seen.output
-    found = subject.beliefs("edge-hmm", length=32, controls=1)
+    found = pythia.beliefs("edge-hmm", length=32, controls=1)
     layer = int(found["R2"].argmax())
     assert f"R2 {found['R2'][layer]:.3f} [" in seen.output and f"in layer {layer}, held out" in seen.output
     assert f"{'last 2 symbols':<28}{found.rivals['last 2 symbols']:>8.3f}" in seen.output

@@ -1,5 +1,6 @@
 """Pocket models: the pipeline from grammar to stored folder, what it demands and what it refuses."""
 
+import gzip
 import json
 import re
 from dataclasses import asdict
@@ -20,10 +21,10 @@ from llmgeom.wind_tunnels import names
 from studies import corpus, evaluate, label_sequences, pocket, pocket_evidence
 from studies.evaluate import Demands, missed, skill_by_count
 from studies.label_sequences import Evidence
+from studies.ngram import KneserNey
 from studies.pocket import POCKETS, build
 from studies.pocket_evidence import PARENT, TAUGHT
-from studies.training_data import domains, examination, sha256
-from tests.pocket_models import examined, shared
+from studies.training_data import domains, examination, sha256, training_data
 from tests.refusals import refused
 
 TINY = {
@@ -84,13 +85,6 @@ def test_what_cannot_be_built_is_refused_before_anything_is_trained(tmp_path, ca
     assert "not a pocket model" in capsys.readouterr().err
 
 
-# ---- the text
-
-
-def texts_of(rows):
-    return [row["text"] for row in rows]
-
-
 # ---- the text -------------------------------------------------------------------------------------------------------
 
 
@@ -100,7 +94,7 @@ OBSERVED = re.compile(r"(?::| is) (\w+)")
 @pytest.mark.parametrize("informative", [True, False])
 def test_what_a_label_ought_to_be_is_bayes_rule_on_the_text_before_it(informative):
     """Read off the decoded text by a regular expression; the prior of the share on a grid, or its two points."""
-    read = shared(40, 128, 1024, seed=0, at_once=3000, share=0.5, informative=informative)
+    read = training_data(40, 128, 1024, seed=0, at_once=3000, share=0.5, informative=informative)
     ids = {label: read.tokenizer(f" {label}")["input_ids"][0] for label in LABELS}
     priors = {":": np.array([0.9, 0.1]), " is": (np.arange(20_000) + 0.5) / 20_000}
     places = 0
@@ -133,10 +127,19 @@ def test_held_out_templates_are_examined_and_never_trained_on():
     training = frozenset(islice(corpus.texts(domains(), 0), 2000))
     assert not training & {row["text"] for row in rows if row["set"] == "held-out"}
     again = examination(2, 1, exclude=training)
-    assert not training & set(texts_of(again))
+    assert not training & {row["text"] for row in again}
 
 
-# ---- what is shipped
+# ---- what is shipped ------------------------------------------------------------------------------------------------
+
+
+def examined(folder):
+    lines = gzip.decompress((folder / "examination.jsonl.gz").read_bytes()).decode()
+    return [json.loads(line) for line in lines.splitlines()]
+
+
+def card_of(name):
+    return json.loads((hub.POCKET / name / "card.json").read_text())
 
 
 @pytest.fixture(scope="module", params=POCKETS)
@@ -146,11 +149,7 @@ def shipped(request):
 
 
 def test_what_is_shipped_can_be_rebuilt():
-    assert set(hub.pockets()) == {*POCKETS, *pocket_evidence.TAUGHT}
-
-
-def card_of(name):
-    return json.loads((hub.POCKET / name / "card.json").read_text())
+    assert set(hub.pockets()) == {*POCKETS, *TAUGHT}
 
 
 # The weights of every card are compared by their hash; that a card says what they do, with one model and format each.
@@ -205,9 +204,6 @@ def test_the_streams_still_say_what_a_shipped_model_was_trained_on(shipped):
         assert now == card[name]["sha256_of_first_1000"], f"the {name} changed; rebuild: {card['command']}"
 
 
-# ---- models taught on lists ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", TAUGHT)
 def test_its_card_is_of_the_stored_weights_and_the_claims_hold(name):
     subject, folder, card = Model.load(f"pocket:{name}"), hub.POCKET / name, card_of(name)
@@ -246,3 +242,35 @@ def test_answers_are_those_of_one_prompt_at_a_time(tiny):
         two = p[[subject.tokenizer(f" {batch.columns[c][i]}")["input_ids"][0] for c in ("first", "second")]]
         np.testing.assert_allclose(np.exp(found[i]), (two / two.sum()).detach().numpy(), rtol=1e-5)
         assert np.exp(mass[i]) == pytest.approx(two.sum().item(), rel=1e-5)
+
+
+# ---- n-grams that rival a model, and its loss -----------------------------------------------------------------------
+
+
+def after(model: KneserNey, context: list[int]) -> np.ndarray:
+    """P(token | context), token by token."""
+    return np.exp([-model.nats([[*context, token]])[len(context)] for token in range(model.vocabulary)])
+
+
+def test_kneser_ney_by_hand():
+    # Bigrams of "1 2", "1 2", "1 3" (0 separates): 01 x3, 12 x2, 13, 20 x2, 30; two once, two twice: D = 2/(2+4) = 1/3.
+    # Below: 0 follows two tokens, 1, 2 and 3 one each; three once, one twice: D = 3/(3+2) = 3/5.
+    model = KneserNey.fit([[1, 2], [1, 2], [1, 3]], vocabulary=4, separator=0, order=2)
+    unigram = np.array([(2 - 0.6) / 5, 0.4 / 5, 0.4 / 5, 0.4 / 5]) + 0.6 * 4 / 5 / 4
+    np.testing.assert_allclose(after(model, [1]), np.array([0, 0, 5 / 9, 2 / 9]) + (1 / 3) * 2 / 3 * unigram)
+    np.testing.assert_allclose(after(model, [0]), np.array([0, 8 / 9, 0, 0]) + (1 / 3) * 1 / 3 * unigram)
+    np.testing.assert_allclose(model.nats([[1]]), -np.log([after(model, [0])[1], after(model, [1])[0]]))
+
+
+def test_the_loss_of_a_label_is_the_mean_over_what_might_be_drawn():
+    rng = torch.Generator().manual_seed(0)
+    logits = torch.randn(50, 9, generator=rng, dtype=torch.float64, requires_grad=True)
+    labels = torch.stack([torch.randperm(9, generator=rng)[:2] for _ in range(50)])
+    first = torch.rand(50, generator=rng, dtype=torch.float64)
+    share = torch.stack([first, 1 - first], 1)
+    drawn = [torch.nn.functional.cross_entropy(logits, labels[:, i], reduction="none") for i in (0, 1)]
+    mean = share[:, 0] * drawn[0] + share[:, 1] * drawn[1]
+    found = pocket.expected(logits, labels, share)
+    torch.testing.assert_close(found, mean)
+    (wanted,) = torch.autograd.grad(mean.sum(), logits, retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(found.sum(), logits)[0], wanted)

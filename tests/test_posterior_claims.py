@@ -14,7 +14,7 @@ from llmgeom.commands.grade import table
 from llmgeom.grading import Origin
 from llmgeom.probes.length_generalisation import FAILURES
 from llmgeom.probes.posterior.grading import StateTable, grade, read_answers, score_model
-from llmgeom.probes.posterior.results import divergence, skill
+from llmgeom.probes.posterior.results import skill
 from llmgeom.probes.posterior.scores import Evaluation, score
 from llmgeom.reports import page
 from llmgeom.wind_tunnels.worlds.coin import Coin
@@ -49,23 +49,15 @@ def test_evidence_weighed_so_many_times_is_seen_in_the_weight_and_costs_no_resol
     task = Coin(steps=8, prior="beta:1,1")
     biased = torch.tensor([0.7, 0.0])
     model = of(task, saying(task, lambda x: (says * task.log_predictive(x) + biased).log_softmax(-1)))
-    record = examine(model, task, Origin(), n=2000, nulls=1)
+    record = examine(model, task, Origin(), n=800, nulls=1)
     assert found(record, "posterior", "weight of evidence").value == pytest.approx(weight, abs=1e-5)
     # The maps are fitted on other sequences, and a ridge of 1e-4 keeps them finite.
     assert found(record, "posterior", "resolution").value == pytest.approx(resolution, abs=0.002)
 
 
-def test_where_the_exact_answer_excludes_outcomes_there_is_no_weight_of_evidence():
-    record = examine(of(PLAIN, nearly(PLAIN)), PLAIN, Origin(), n=200, nulls=1)
-    assert "excludes outcomes" in record.results["posterior"].unmeasured["weight of evidence"]
-
-
-# ---- models that are known ------------------------------------------------------------------------------------------
-
-
 def test_the_posterior_itself_passes_everything(small_failures):
     task = REPLACED
-    record = examine(of(task, saying(task, task.log_predictive)), task, Origin(task.title, 6, FEW), n=ENOUGH, nulls=20)
+    record = examine(of(task, saying(task, task.log_predictive)), task, Origin(task.title, 6, FEW), n=ENOUGH, nulls=8)
     got = found(record, "posterior", KL)
     assert abs(got.value) < 1e-6 and got.null == "the exact answer" and got.p < 0.0125
     assert found(record, "posterior", SKILL).value == pytest.approx(1, abs=1e-6)
@@ -107,6 +99,7 @@ def test_the_uniform_model_is_the_uniform_predictor():
     words = verdicts(record)
     assert words["posterior", KL] == words["posterior", SKILL] == "ruled out"
     assert record.unmeasured["posterior_memory"].startswith("skill over ")  # it knows nothing of any
+    assert "excludes outcomes" in record.results["posterior"].unmeasured["weight of evidence"]
     assert any(w.startswith("bag of values is already exact") for w in record.warnings)
     assert len(record.results["posterior_calibration"].arrays["predicted"]) == 1  # nine of the tenths are empty
     assert page([record])
@@ -249,11 +242,16 @@ def test_what_is_shown_are_means_of_the_scores_within_the_horizon():
     assert record.results["posterior"].ticks["query"] == (1, 2, 3, 4)
     for column, of_each in (("entropy", got.own.entropy), ("exact entropy", got.own.exact), ("KL", got.own.kl)):
         np.testing.assert_allclose(record.prompts[column], of_each[:, :4].mean(1), atol=1e-6)
-    h = found(record, "posterior", KL)
-    assert h.p > 0.5
-    untrained = [grade(of(task, noise(task, 1 + i)), task, 40, split="seen", trained=4).kl for i in range(2)]
+    # Bands are those of untrained models in the same pipeline.
+    untrained = [grade(of(task, noise(task, 1 + i)), task, 40, trained=4) for i in range(2)]
+    kl = np.array([control.own.kl[:, :4].mean(0) for control in untrained])
+    np.testing.assert_allclose(record.results["posterior"].arrays["kl_null"], np.stack([kl.min(0), kl.max(0)], 1))
+    for name in ("mae_abs", "mae_mean"):
+        h, each = found(record, "posterior", name), [getattr(control, name) for control in untrained]
+        assert (h.null_low, h.null_high) == pytest.approx((min(each), max(each)))
+    each = [grade(of(task, noise(task, 1 + i)), task, 40, split="seen", trained=4).kl for i in range(2)]
     h = found(record, "posterior_memory", "KL, seen")
-    assert (h.null_low, h.null_high) == pytest.approx((min(untrained), max(untrained)))
+    assert (h.null_low, h.null_high) == pytest.approx((min(each), max(each)))
 
 
 def test_corrupted_labels_are_graded_against_both_answers(small_failures):
@@ -292,10 +290,8 @@ def test_corrupted_labels_are_graded_against_both_answers(small_failures):
 
 def test_where_every_trivial_predictor_is_exact_there_is_nothing_to_grade():
     task = Coin(steps=1)
-    record = examine(of(task, saying(task, task.log_predictive)), task, Origin(task.title, 1), n=20, nulls=20)
-    assert (
-        record.unmeasured["posterior"] == "coin:steps=1: the position alone gives the answer; nothing is left to infer"
-    )
+    record = examine(of(task, saying(task, task.log_predictive)), task, Origin(task.title, 1), n=20, nulls=5)
+    assert "the position alone gives the answer; nothing is left to infer" in record.unmeasured["posterior"]
     assert "posterior_calibration" in record.results
 
 
@@ -332,9 +328,6 @@ def test_standardised_residuals_tell_a_model_that_is_too_sure(small_failures):
     assert page([record])
 
 
-# ---- rare failures --------------------------------------------------------------------------------------------------
-
-
 def test_without_enough_sequences_for_rare_failures_the_claim_is_open_and_says_how_many():
     task = REPLACED
     record = examine(of(task, saying(task, task.log_predictive)), task, Origin(task.title, 6, FEW), n=200, nulls=5)
@@ -344,23 +337,16 @@ def test_without_enough_sequences_for_rare_failures_the_claim_is_open_and_says_h
     assert got.verdict == "open" and "needs 4,566 clusters" in got.why
 
 
-def test_skill_over_95_per_cent_does_not_hold_where_rare_failures_take_it_away():
-    """Skill .93: 10 bits in 1 sequence of 1,000, over .14 bits. By the jackknife of 1,000 the claim held in 37 %."""
-    rng = np.random.default_rng(1)
-    graded = []
-    for _ in range(60):
-        trivial = rng.gamma(2, 0.07, 8000)
-        graded.append(skill("posterior", SKILL, np.where(rng.random(8000) < 1e-3, 20.0, 0.0), trivial))
-    assert sum(h.p < 0.025 for h in graded) <= 4
-    assert np.mean([h.low <= 1 - 0.01 / 0.14 <= h.high for h in graded]) > 0.9
-    graded = [skill("posterior", SKILL, 0.01 * trivial, trivial) for trivial in rng.gamma(2, 0.07, (20, 10_000))]
-    assert all(h.p < 0.0125 and h.low < 0.99 < h.high for h in graded)
-    # 10 bits in a share p of sequences take 10 p / .14 away: n falls with the trivial predictor's bits.
+def test_skill_over_95_per_cent_needs_the_sequences_that_exclude_rare_failures():
+    """10 bits in a share p of sequences take 10 p / .14 away: n falls with the trivial predictor's bits."""
     few = skill("posterior", SKILL, np.zeros(1000), np.full(1000, 0.14))
     assert few.p > 0.0125 and few.needed == math.ceil(math.log(0.00625) / math.log(1 - 0.007 / 9))
     enough = few.needed
     assert skill("posterior", SKILL, np.zeros(enough), np.full(enough, 0.14)).p < 0.0125
     assert skill("posterior", SKILL, np.zeros(enough - 1), np.full(enough - 1, 0.14)).p > 0.0125
+    trivial = np.random.default_rng(1).gamma(2, 0.07, 10_000)
+    h = skill("posterior", SKILL, 0.01 * trivial, trivial)
+    assert h.p < 0.0125 and h.low < 0.99 < h.high
 
 
 def test_resolution_is_that_of_maps_fitted_on_other_sequences():
@@ -385,34 +371,11 @@ def test_resolution_is_that_of_maps_fitted_on_other_sequences():
     got = found(record, "posterior", "resolution")
     assert got.value == pytest.approx(1 - left.sum() / even.sum(), abs=2e-3) and got.n == n
     e = exact - exact.mean(-1, keepdims=True)
-    weights = np.array(
-        [
-            LinearRegression()
-            .fit(np.delete(e, i, 0)[..., :1].reshape(-1, 1), np.delete(z, i, 0)[..., 0].ravel())
-            .coef_[0]
-            for i in range(n)
-        ]
-    )
+
+    def slope(rows):
+        return LinearRegression().fit(e[rows][..., :1].reshape(-1, 1), z[rows][..., 0].ravel()).coef_[0]
+
+    weights = np.array([slope(np.arange(n) != i) for i in range(n)])
     error = stats.t.ppf(0.975, n - 1) * np.sqrt((n - 1) / n * np.square(weights - weights.mean()).sum())
     weight = found(record, "posterior", "weight of evidence")
     assert (weight.high - weight.low) / 2 == pytest.approx(error, rel=0.1)
-
-
-def test_the_band_is_that_of_the_twins_in_the_same_pipeline():
-    task = REPLACED
-    record = examine(of(task, uniform(task)), task, Origin(task.title, 6, FEW), n=30, seed=7, nulls=5)
-    untrained = [grade(of(task, noise(task, 8 + i)), task, 30, 7) for i in range(5)]
-    band = record.results["posterior"].arrays["kl_null"]
-    kl = np.array([control.own.kl.mean(0) for control in untrained])
-    np.testing.assert_allclose(band, np.stack([kl.min(0), kl.max(0)], 1))
-    for name in ("mae_abs", "mae_mean"):
-        h, each = found(record, "posterior", name), [getattr(control, name) for control in untrained]
-        assert (h.null_low, h.null_high) == pytest.approx((min(each), max(each)))
-    assert record.warnings == ("only 5 draws of each control, too few to know how much they vary: take 8 or more",)
-
-
-def test_the_claim_that_answers_are_exact_fails_where_one_sequence_in_a_thousand_is_wrong_by_20_bits():
-    """True KL: .02 bits, twice the margin. By Student's interval of 1,000 sequences the claim held in 36 %."""
-    rng = np.random.default_rng(0)
-    graded = [divergence("posterior", KL, np.where(rng.random(6000) < 1e-3, 20.0, 0.0)) for _ in range(60)]
-    assert sum(h.p < 0.025 for h in graded) <= 4 and not any(h.excess.p_excluded < 0.025 for h in graded)

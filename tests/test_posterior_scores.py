@@ -164,16 +164,6 @@ def test_what_cannot_be_read_is_refused():
         grade(replace(of(PLAIN, uniform(PLAIN)), edits=(edit,)), PLAIN, 10)
 
 
-def test_no_constant_is_nearer_than_the_mean_of_the_exact_answers():
-    task = Coin(steps=6, prior="beta:1,6")
-    got = grade(of(task, uniform(task)), task, 4000, seed=0)
-    exact = got.batch.posterior.predictive.exp().numpy()[..., 0]
-    grid = np.linspace(0.02, 0.5, 481)
-    each = [(exact * np.log2(exact / q) + (1 - exact) * np.log2((1 - exact) / (1 - q))).mean() for q in grid]
-    assert grid[np.argmin(each)] == pytest.approx(1 / 7, abs=0.01)
-    assert got.trivial["constant"].kl.mean() == pytest.approx(min(each), abs=2e-3)
-
-
 @dataclass(frozen=True)
 class Turns(World):
     """The first answer is mostly 0, the second mostly 1, whatever else."""

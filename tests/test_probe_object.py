@@ -24,10 +24,8 @@ from tests.refusals import refused
 
 N, LAYERS, WIDTH = 90, 3, 12
 CLUSTER = np.arange(N) // 2
-GOOD, BAD = (
-    ["good", "great", "fine", "nice", "kind", "warm", "calm", "safe"],
-    ["bad", "poor", "dull", "weak", "cold", "mean", "sad", "ugly"],
-)
+GOOD = ["good", "great", "fine", "nice", "kind", "warm", "calm", "safe"]
+BAD = ["bad", "poor", "dull", "weak", "cold", "mean", "sad", "ugly"]
 TEXTS = [f"The {thing} was {word}, I" for word in GOOD + BAD for thing in ("film", "meal")]
 LABELS = [word in GOOD for word in GOOD + BAD for _ in range(2)]
 
@@ -192,9 +190,7 @@ def test_the_command_measures_what_the_object_does(table, tmp_path):
     assert h.claim.endswith("beyond labels in another order and untrained.") and h.verdict == "holds"
     assert record.results["label"].warnings[0].startswith("not tested: shuffled prompts")
     assert record.prompts["text"][3] == "text 3"
-    assert (
-        Probe.load(tmp_path / "run").predict(x).tolist()[:2] == Probe().fit(x, label, CLUSTER).predict(x).tolist()[:2]
-    )
+    np.testing.assert_array_equal(Probe.load(tmp_path / "run").predict(x), probe.predict(x))
 
 
 def test_activations_in_bfloat16_are_read(tmp_path):

@@ -16,11 +16,6 @@ from tests.refusals import refused
 PROBES = Path(__file__).parent.parent / "probes"
 
 
-def test_every_probe_has_needs_and_measures():
-    for module in known().values():
-        assert (module.NEEDS.sites or module.NEEDS.observers) and callable(module.measure)
-
-
 def test_an_unknown_probe_gets_a_suggestion():
     with refused(UserError, "value_manifolds", "value_manifold", "attention_focus"):
         known(["value_manifolds"])
@@ -52,8 +47,6 @@ def measure(view):
 
 
 SECTIONS = ("Meaning", "Computed", "Null", "Failure modes")
-
-
 PROSE = "# Lengths of values\n\n" + "\n".join(f"## {name}\n\nProse of {name}.\n" for name in SECTIONS)
 
 
@@ -70,14 +63,10 @@ def test_a_file_that_is_there_is_listed_priced_run_drawn_and_exported(tmp_path, 
         assert done.exit_code == 0, done.output
         return done.stdout
 
-    assert ["value_length", "How long are the values?"] in [
-        line.split(maxsplit=1) for line in llmgeom("list", "probes").splitlines()
-    ]
-    scan = [
-        "scan",
-        *["--offline", "--domain", "math", "--limit", "60", "--n", "20", "--control-models", "2", "--out"],
-        str(out),
-    ]
+    listed = [line.split(maxsplit=1) for line in llmgeom("list", "probes").splitlines()]
+    assert ["value_length", "How long are the values?"] in listed
+    flags = ["--offline", "--domain", "math", "--limit", "60", "--n", "20", "--control-models", "2"]
+    scan = ["scan", *flags, "--out", str(out)]
     plan = json.loads(llmgeom(*scan, "--dry-run", "--json", "--probes", "value_length"))
     assert plan["sources"]["math"]["edits"] == ["value_length"]
     assert json.loads(llmgeom(*scan, "--json", "--probes", "value_length"))["status"] == "ok"

@@ -25,14 +25,9 @@ from tests.refusals import refused
 
 
 def lines(batch: Batch) -> str:
-    blank = ("",) * len(batch)
-    columns = zip(
-        batch.text, batch.cluster, batch.columns.get("domain", blank), batch.columns.get("tags", blank), strict=True
-    )
-    return "".join(
-        json.dumps(dict(zip(("text", "template", "domain", "tags"), row, strict=True)), ensure_ascii=False) + "\n"
-        for row in columns
-    )
+    names, blank = ("text", "template", "domain", "tags"), ("",) * len(batch)
+    rows = zip(batch.text, batch.cluster, *(batch.columns.get(name, blank) for name in names[2:]), strict=True)
+    return "".join(json.dumps(dict(zip(names, row, strict=True)), ensure_ascii=False) + "\n" for row in rows)
 
 
 def test_a_saved_pool_reads_back_to_the_same_prompts(tmp_path):
@@ -100,6 +95,10 @@ def test_standard_input_is_jsonl_where_it_begins_with_a_brace(blob, text, monkey
         ("p.txt", b"a\nb\0c\n", ("line 2 holds a NUL character at position 2",)),
         ("p.txt", b"a\n" + b"b" * 100_001, ("line 2 has 100001 characters",)),
         ("p.jsonl", b"[" * 99_999, ("line 1", "nested too deep")),
+        ("p.csv", b"text,n\n", ("no rows",)),
+        ("p.csv", b"prompt,n\na,1\n", ('"text"', "'prompt'")),
+        ("p.csv", b"text,n\na,1,2\n", ("row 1", "3 cells")),
+        ("p.csv", b'text,n\n"a,1\n', ("not a CSV",)),
     ],
 )
 def test_refusals_of_files(name, blob, words, tmp_path):
@@ -130,7 +129,7 @@ def test_a_line_of_a_table_may_be_longer_than_a_prompt(tmp_path):
         files.read(str(tmp_path / "p.csv"))
 
 
-@pytest.mark.parametrize("ending", ["json", "TSV", "pdf", "txt.gz"])
+@pytest.mark.parametrize("ending", ["TSV", "txt.gz"])
 def test_an_ending_that_is_no_text_is_refused_with_those_that_are_read(ending, tmp_path):
     path = tmp_path / f"prompts.{ending}"
     path.write_text("one\ntwo\n", encoding="utf-8")
@@ -158,22 +157,12 @@ def test_any_other_file_holds_a_prompt_a_line(name, tmp_path, monkeypatch):
 
 
 def test_refusals_of_what_is_no_file(tmp_path):
-    with pytest.raises(UserError) as refusal:
+    with refused(UserError, tmp_path / "absent.txt", "does not exist", ".parquet"):
         files.read(str(tmp_path / "absent.txt"))
-    assert str(refusal.value) == (
-        f"{tmp_path}/absent.txt does not exist: give a .txt, .jsonl, .csv or .parquet file, or - for standard input"
-    )
-    with pytest.raises(UserError) as refusal:
+    with refused(UserError, tmp_path, "is a folder: give a file in it"):
         files.read(str(tmp_path))
-    assert str(refusal.value).startswith(f"{tmp_path} is a folder: give a file in it")
     with refused(UserError, "read"):
         files.read("a\0b")
-
-
-# ---- columns of labels -----------------------------------------------------------------------------------------------
-
-
-# ---- refusals --------------------------------------------------------------------------------------------------------
 
 
 def labelled(values) -> ProbeInput:
@@ -188,12 +177,12 @@ def labelled(values) -> ProbeInput:
         (["a"] * 20, ("'a'", "all 20 rows", "two values")),
         (["a"] * 18 + ["b"] * 2, ("fewer than 5 rows of 'b'", "rows 19, 20")),
         ([1, 2, "x"] * 8, ("mixes kinds", "rows 3, 6, 9, 12, 15 and 3 more")),
-        ([1.5, None] * 10, ("no value in rows 2, 4")),
+        ([1.5, None] * 10, ("no value in rows 2, 4",)),
         ([str(i) for i in range(40)], ("40 classes in 40 rows",)),
     ],
 )
 def test_labels_that_cannot_be_read_are_refused_by_row(values, words):
-    with refused(UserError, *([words] if isinstance(words, str) else words)):
+    with refused(UserError, *words):
         LabelProbe("label").measure(labelled(values))
 
 
@@ -211,11 +200,8 @@ def test_only_columns_that_can_be_a_label_are_offered():
         "note": (None, "a") * 10,
     }
     batch = Batch(Text(tuple(f"line {i}" for i in range(20))), tuple("abcde" * 4), {}, columns=columns)
-    with pytest.raises(UserError) as refusal:
+    with refused(UserError, "'rigth': did you mean 'right'? known: right, size, the columns that can be a label"):
         read_target(batch, "rigth")
-    assert str(refusal.value) == (
-        "unknown column of --target 'rigth': did you mean 'right'? known: right, size, the columns that can be a label"
-    )
     with refused(UserError, "'nots': did you mean 'note'? known: right, size"):
         read_target(batch, "nots")
     with refused(UserError, "'xyz'; known: right, the columns"):
@@ -224,9 +210,6 @@ def test_only_columns_that_can_be_a_label_are_offered():
         columns[name] = ("same",) * 20
     with refused(UserError, "--target nope", "none that can be a label", "two values"):
         read_target(replace(batch, columns=columns), "nope")
-
-
-# ---- files -----------------------------------------------------------------------------------------------------------
 
 
 def test_every_further_column_is_kept(tmp_path):
@@ -281,23 +264,6 @@ def test_parquet_is_read(tmp_path):
     assert batch.text == ("one", "two") and batch.columns["n"] == (1, None)
     with refused(UserError, "'n'", "no value in row 2"):
         batch.column("n")
-
-
-@pytest.mark.parametrize(
-    ("blob", "words"),
-    [
-        ("", ("is empty",)),
-        ("text,n\n", ("no rows",)),
-        ("prompt,n\na,1\n", ('"text"', "'prompt'")),
-        ("text,n\na,1,2\n", ("row 1", "3 cells")),
-        ('text,n\n"a,1\n', ("not a CSV",)),
-        ("text,n\na,1\na,2\n", ("rows 1 and 2 are the same",)),
-    ],
-)
-def test_refusals_of_csv(blob, words, tmp_path):
-    (tmp_path / "a.csv").write_text(blob, encoding="utf-8")
-    with refused(UserError, *words):
-        files.read(str(tmp_path / "a.csv"))
 
 
 def test_columns_of_lists_are_left_out_and_named(tmp_path):

@@ -171,9 +171,6 @@ def test_a_correlation_near_0_does_not_say_that_a_few_prompts_suffice(correlated
     assert wanted * 0.75 < min(needed["untrained"])
 
 
-# ---- the jackknife ---------------------------------------------------------------------------------------------------
-
-
 def test_jackknife_of_a_mean_is_the_t_interval():
     x = draws(9).normal(size=(12, 1))
     found = resampling.jackknife(lambda rows: rows.mean(), x, np.arange(12))
@@ -219,11 +216,8 @@ def test_a_mean_over_clusters_of_unequal_size_is_covered(sizes):
 def test_the_ends_of_a_share_are_where_a_test_of_it_turns(right):
     """Wilson's ends are the p at which |share - p| is q standard errors; scipy finds the roots."""
     values = np.repeat([1.0, 0.0], [right, 20 - right])
-    span, share, q = (
-        resampling.jackknife(np.mean, values, np.arange(20), "share"),
-        right / 20,
-        scipy_stats.t.ppf(0.975, 19),
-    )
+    span, share = resampling.jackknife(np.mean, values, np.arange(20), "share"), right / 20
+    q = scipy_stats.t.ppf(0.975, 19)
     n = 20 if right in (0, 20) else 19  # the jackknife's variance of a share has n - 1
 
     def turn(p):
@@ -232,19 +226,6 @@ def test_the_ends_of_a_share_are_where_a_test_of_it_turns(right):
     low = 0.0 if share == 0 else optimize.brentq(turn, 0, share - 1e-9)
     high = 1.0 if share == 1 else optimize.brentq(turn, share + 1e-9, 1)
     assert (span.low, span.high) == pytest.approx((low, high), abs=1e-6)
-
-
-@pytest.mark.parametrize("p", [0.5, 0.8, 0.9, 0.95, 0.98])
-def test_the_interval_of_a_share_covers_it_by_the_binomial_law(p):
-    """Exact: no draws. A symmetric interval covers .98 in .33 of samples of 20, as one in three has no spread."""
-
-    def covered(scale):
-        spans = [
-            resampling.jackknife(np.mean, np.repeat([1.0, 0.0], [k, 20 - k]), np.arange(20), scale) for k in range(21)
-        ]
-        return sum(scipy_stats.binom.pmf(k, 20, p) for k, span in enumerate(spans) if span.low <= p <= span.high)
-
-    assert covered("share") > 0.93 and (p < 0.9 or covered("identity") < 0.9)
     even = resampling.jackknife(np.mean, np.full(20, 0.25), np.arange(20), "share")  # equal in every cluster: no error
     assert (even.low, even.high) == (0.25, 0.25)
 
@@ -267,34 +248,15 @@ def clustered(rng, clusters=40, rows=2, within=0.2):
     return np.repeat(rng.normal(size=clusters), rows) + within * rng.normal(size=clusters * rows)
 
 
-def rejections(repetitions):
-    """p-values of two independent clustered variables, permuted by unit and, wrongly, by row."""
-    rng, clusters = draws(23), np.repeat(np.arange(40), 2)
-    by_unit, by_row = np.empty((2, repetitions))
-    for i in range(repetitions):
-        a, b = clustered(rng), clustered(rng)
-        by_unit[i] = tests.correlation_test(a, b, clusters, 499, seed=i).p
-        by_row[i] = tests.correlation_test(a, b, np.arange(80), 499, seed=i).p
-    return by_unit, by_row
-
-
 def test_unit_permutation_holds_five_per_cent_where_row_permutation_does_not():
-    by_unit, by_row = rejections(200)
+    rng, (by_unit, by_row) = draws(23), np.empty((2, 200))
+    for i in range(200):
+        a, b = clustered(rng), clustered(rng)
+        by_unit[i] = tests.correlation_test(a, b, np.repeat(np.arange(40), 2), 499, seed=i).p
+        by_row[i] = tests.correlation_test(a, b, np.arange(80), 499, seed=i).p
     assert contains((by_unit <= 0.05).sum(), 200, 0.05)
     assert scipy_stats.kstest(by_unit, "uniform").pvalue > 0.01
     assert scipy_stats.binomtest(int((by_row <= 0.05).sum()), 200).proportion_ci().low > 0.08
-
-
-def test_partial_test_holds_five_per_cent_under_a_confounder():
-    rng, clusters = draws(24), np.repeat(np.arange(40), 2)
-    partial, plain = 0, 0
-    for i in range(200):
-        length = clustered(rng)
-        a, b = clustered(rng) + length, clustered(rng) + length
-        partial += tests.correlation_test(a, b, clusters, 499, i, length[:, None]).p <= 0.05
-        plain += tests.correlation_test(a, b, clusters, 499, i).p <= 0.05
-    assert contains(partial, 200, 0.05)
-    assert plain > 150
 
 
 @pytest.mark.parametrize("effect", [lambda u: abs(u - 0.5), lambda u: np.sin(2 * np.pi * u)], ids=["V", "sine"])
@@ -313,10 +275,9 @@ def test_an_effect_that_rises_and_falls_with_length_is_removed(effect):
     assert contains(covered, repetitions, 0.95)
 
 
-# 40 repetitions show gross errors alone: of a coverage of 96 % they see less than 80 % once in 40,000 times.
-@pytest.mark.parametrize(("repetitions", "least"), [(40, 0.8), pytest.param(300, 0.92, marks=pytest.mark.slow)])
+@pytest.mark.slow
 @pytest.mark.parametrize("partial", [False, True])
-def test_correlation_interval_covers_the_correlation(partial, repetitions, least):
+def test_correlation_interval_covers_the_correlation(partial):
     rng, clusters, hits = draws(27), np.repeat(np.arange(40), 2), 0
 
     def sample(count):
@@ -325,10 +286,9 @@ def test_correlation_interval_covers_the_correlation(partial, repetitions, least
         return a, a + clustered(rng, count), length[:, None] if partial else None
 
     truth = tests.spearman(*sample(40_000))
-    for _ in range(repetitions):
+    for _ in range(300):
         a, b, covariates = sample(40)
         found = tests.correlation_interval(a, b, clusters, covariates)
         hits += found.low <= truth <= found.high
     # Over 3,500 repetitions 96 %; a simulation of 300 is 1 % uncertain, so above 97 % must be beyond its own error.
-    assert hits / repetitions >= least
-    assert scipy_stats.binomtest(hits, repetitions).proportion_ci().low <= 0.97
+    assert hits / 300 >= 0.92 and scipy_stats.binomtest(hits, 300).proportion_ci().low <= 0.97

@@ -10,7 +10,7 @@ from llmgeom.stats.rare_failures import RareFailures, Rest
 from llmgeom.stats.resampling import jackknife_of_means, mean_intervals
 
 
-@pytest.mark.parametrize("share, size", [(0.0, 0.0), (1e-3, 20.0), (3e-4, 10.0), (1e-2, 2.0)])
+@pytest.mark.parametrize("share, size", [(1e-3, 20.0), (1e-2, 2.0)])
 def test_it_covers_a_mean_that_rests_on_rare_values(share, size):
     rng = np.random.default_rng(7)
     n, repeats, true = 1000, 400, 0.003 * (1 - share) + share * size
@@ -100,17 +100,14 @@ def test_the_error_of_a_matched_difference_is_the_jackknife_s_of_the_cut_values(
         assert change == pytest.approx(sign * 10 * rest.weights[7] / 60)
 
 
-@pytest.mark.parametrize("less_share", [0.0, 2e-3])
-def test_it_covers_the_difference_of_two_means(less_share):
-    rng = np.random.default_rng(8)
-    n, repeats = 1000, 300
-    true, covered = 1e-3 * 10 - less_share * 10 + 0.003 * (less_share - 1e-3), 0
-    for _ in range(repeats):
-        x, y = (np.where(rng.random(n) < share, 10.0, rng.exponential(0.003, n)) for share in (1e-3, less_share))
-        bounds = RareFailures(1.0, 10.0)
+def test_it_covers_the_difference_of_two_means():
+    rng, bounds, covered = np.random.default_rng(8), RareFailures(1.0, 10.0), 0
+    true = 1e-3 * 10 - 2e-3 * 10 + 0.003 * (2e-3 - 1e-3)
+    for _ in range(300):
+        x, y = (np.where(rng.random(1000) < share, 10.0, rng.exponential(0.003, 1000)) for share in (1e-3, 2e-3))
         interval = bounds.interval_of(bounds.cut(x, y))
         covered += interval.low <= true <= interval.high
-    assert covered / repeats >= 0.95
+    assert covered / 300 >= 0.95
 
 
 def test_a_ratio_is_bounded_where_the_jackknife_s_interval_misses():

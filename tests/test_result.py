@@ -55,17 +55,14 @@ def test_parts_of_a_section_keep_the_names_along_their_axes():
 
 
 def test_prose_comes_from_a_file_each_title_with_its_four_sections_and_a_missing_section_is_named(tmp_path):
-    sections = "\n".join(
-        f"## {head}\n\n{head} of\n{{0}}\n" for head in ("Meaning", "Computed", "Null", "Failure modes")
-    )
+    heads = ("Meaning", "Computed", "Null", "Failure modes")
+    sections = "\n".join(f"## {head}\n\n{head} of\n{{0}}\n" for head in heads)
     path = tmp_path / "toy.md"
     path.write_text("".join(f"# {title}\n{sections.format(title)}" for title in ("toy", "other")), encoding="utf-8")
     prose = read_prose(path)
     assert list(prose) == ["toy", "other"]
-    assert (prose["other"]["meaning"], prose["other"]["failure_modes"]) == (
-        "Meaning of other",
-        "Failure modes of other",
-    )
+    assert prose["other"]["meaning"] == "Meaning of other"
+    assert prose["other"]["failure_modes"] == "Failure modes of other"
     short = tmp_path / "short.md"
     short.write_text("# toy\n## Meaning\nx\n", encoding="utf-8")
     with refused(ValueError, "short.md"):

@@ -38,28 +38,31 @@ def moved(point, layer: int, first: torch.Tensor) -> Edit:
     return Edit(point, function, (layer,), spec={"add": point})
 
 
+@pytest.fixture(scope="module")
+def clean(subject):
+    return clean_pass(subject, ragged())
+
+
 @pytest.mark.parametrize("point", POINTS)
-def test_it_is_the_whole_edited_pass(subject, point):
+def test_it_is_the_whole_edited_pass(subject, clean, point):
     """In two copies of four ragged prompts, with windows, caps, sinks, grouped heads and parallel branches; compared
     in the final residual stream's rms, which each edit moves by far more."""
     batch = ragged()
-    clean, lengths, n = clean_pass(subject, batch), subject.tokens(batch).lengths, len(batch)
+    lengths, two = subject.tokens(batch).lengths, batch.take([*range(len(batch))] * 2)
     assert clean is not None
-    two = batch.take([*range(n)] * 2)
-    plain = subject.capture(two, SITES)
+    plain = subject.capture(two, {Site.FINAL})
     for layer in range(len(subject.blocks)):
         first = (lengths - 2 - layer % 2).clamp(min=0)
         edit = moved(point, layer, first)
-        ours, whole = (
-            subject.capture(two, SITES, [edit], **how) for how in ({"resume": Resume(clean, layer, first)}, {})
-        )
+        ours = subject.capture(two, SITES, [edit], resume=Resume(clean, layer, first))
+        whole = subject.capture(two, SITES, [edit])
         rms = whole.final.square().mean().sqrt()
         assert (ours.final - whole.final).abs().max() < 1e-5 * rms
         assert (ours.log_probs - whole.log_probs).abs().max() < 1e-4
         assert (whole.final - plain.final).abs().max() > 1e-2 * rms
 
 
-def test_copies_that_begin_at_positions_of_their_own_are_the_whole_passes(subject):
+def test_copies_that_begin_at_positions_of_their_own_are_the_whole_passes(subject, clean):
     """Of a runner: other layers and positions in each copy, read at the end or in what attention writes in a layer."""
     batch = ragged()
     tokens = subject.tokens(batch)
@@ -68,7 +71,7 @@ def test_copies_that_begin_at_positions_of_their_own_are_the_whole_passes(subjec
     steps = 0.3 * torch.randn(int(real.sum()), subject.facts["d_model"], dtype=torch.float64)
     at = (place == tokens.lengths[:, None] - 1, place >= tokens.lengths[:, None] // 2, place == 0)
     whole = Runner(subject, batch, real, lambda _, x: {"x": x[0].float().flatten(1).numpy()})
-    resumed = replace(whole, clean=clean_pass(subject, batch))
+    resumed = replace(whole, clean=clean)
     for layer in range(len(subject.blocks)):
         edits = [Intervention("", {("residual", k): add(steps)}, at=one & real) for k in (0, layer) for one in at]
         ours, theirs = resumed.measure(edits)["x"], whole.measure(edits)["x"]
@@ -80,10 +83,9 @@ def test_copies_that_begin_at_positions_of_their_own_are_the_whole_passes(subjec
         assert np.abs(ours - theirs).max() < 1e-4 * np.abs(theirs).max()
 
 
-def test_layers_below_and_positions_before_do_not_run(subject):
-    batch = ragged()
-    clean, lengths = clean_pass(subject, batch), subject.tokens(batch).lengths
-    ran: list[tuple[int, int]] = []
+def test_layers_below_and_positions_before_do_not_run(subject, clean):
+    batch, ran = ragged(), []
+    lengths = subject.tokens(batch).lengths
 
     def watched(layer: int):
         def hook(_module, _args, out):

@@ -58,18 +58,15 @@ def values(data) -> Result:
 
 def test_every_model_reads_every_prompt_of_all_samples_once(pythia, passed):
     samples = {"a": texts(30, 31, 40, 41, 42, 43, 44), "b": texts(32, 44, 45, 46, 47, 48)}
-    both = probe(
-        Needs(frozenset({Site.VALUE}), samples=frozenset({"a", "b"}), controls=frozenset({UNTRAINED, NO_CONTEXT}))
-    )(values)
-    keys = probe(Needs(frozenset({Site.KEY}), controls=frozenset({UNTRAINED, NO_CONTEXT})))(
-        values_of_keys := lambda data: values(data)
-    )
+    controls = {UNTRAINED, NO_CONTEXT}
+    both = probe(Needs({Site.VALUE}, samples={"a", "b"}, controls=controls))(values)
+    keys = probe(Needs({Site.KEY}, controls=controls))(lambda data: values(data))
     run_probes(pythia, texts(*range(12)), {"both": both, "keys": keys}, samples=samples, controls=2)
     union = {text for batch in (texts(*range(12)), *samples.values()) for text in batch.text}
     for seed in (None, 1, 2, NO_CONTEXT):
         of_model = {ids: n for (model, ids), n in passed.items() if model == seed}
         assert set(of_model.values()) == {1} and len(of_model) == len(union), seed
-    assert {model for model, _ in passed} == {None, 1, 2, NO_CONTEXT} and values_of_keys
+    assert {model for model, _ in passed} == {None, 1, 2, NO_CONTEXT}
 
 
 def test_runs_that_are_read_together_draw_each_copy_once_and_are_what_they_are_alone(pythia, monkeypatch):
@@ -101,9 +98,7 @@ def test_samples_that_overlap_hold_what_each_prompt_gives_alone(pythia):
         seen.update({MAIN: ProbeInput(data.capture, data.entropy, data.untrained), **data.samples})
         return values(data)
 
-    needs = Needs(
-        frozenset({Site.VALUE, Site.ATTENTION}), samples=frozenset(samples), controls=frozenset({UNTRAINED, NO_CONTEXT})
-    )
+    needs = Needs({Site.VALUE, Site.ATTENTION}, samples=frozenset(samples), controls={UNTRAINED, NO_CONTEXT})
     run_probes(pythia, texts(*range(8)), {"look": probe(needs)(look)}, samples=samples, controls=1)
     for name, batch in {MAIN: texts(*range(8)), **samples}.items():
         for who, found in ((pythia, seen[name].capture), (pythia.untrained(1), seen[name].untrained[0])):
@@ -132,10 +127,7 @@ def test_a_repeated_run_reads_no_model_and_measures_again(pythia, tmp_path, monk
         calls.append(len(data.untrained))
         return values(data)
 
-    probes_of = {
-        "values": probe(Needs(frozenset({Site.VALUE})))(measure),
-        "keys": known(["key_orthogonality"])["key_orthogonality"],
-    }
+    probes_of = known(["key_orthogonality"]) | {"values": probe(Needs(frozenset({Site.VALUE})))(measure)}
     options = {"controls": 2, "store": str(tmp_path / "captures")}
     first = run_probes(pythia, texts(*range(8)), probes_of, **options)
     monkeypatch.setattr(running, "one_pass", None)
@@ -160,14 +152,10 @@ def test_captures_that_an_observer_without_a_version_takes_part_in_are_not_store
 
 def test_another_cluster_or_posterior_of_the_same_prompts_is_measured_again(pythia, tmp_path, monkeypatch):
     monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path))
-    probes_of = {"values": probe(Needs(frozenset({Site.VALUE}), controls=frozenset({NO_CONTEXT})))(values)}
-    calls = []
-    probes_of["clusters"] = probe(Needs(frozenset({Site.VALUE}), controls=frozenset({NO_CONTEXT})))(
-        lambda data: calls.append(tuple(data.clusters)) or values(data)
-    )
-    batch = texts(*range(6))
+    calls, batch, needs = [], texts(*range(6)), Needs(frozenset({Site.VALUE}), controls=frozenset({NO_CONTEXT}))
+    look = probe(needs)(lambda data: calls.append(tuple(data.clusters)) or values(data))
     for one in (batch, Batch(batch.inputs, ("x",) * 6, batch.source)):
-        run_probes(pythia, one, probes_of, controls=1, store=str(tmp_path / "captures"))
+        run_probes(pythia, one, {"look": look}, controls=1, store=str(tmp_path / "captures"))
     assert calls == [batch.cluster, ("x",) * 6]
 
 

@@ -26,21 +26,12 @@ from llmgeom.run import run_probes
 N = 30
 
 
-SHAPE = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 64,
-    "vocab_size": 60,
-    "max_position_embeddings": 32,
-}
-
-
 @pytest.fixture(scope="module")
 def subject() -> Model:
     torch.manual_seed(0)
-    return Model.of(AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE)), None, "tiny")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 60}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    return Model.of(AutoModelForCausalLM.from_config(LlamaConfig(**sizes)), None, "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +106,7 @@ def test_a_probe_that_cannot_run_is_a_row_with_the_reason_and_a_bug_ends_the_sca
 
 def test_nulls_nobody_needs_are_not_run(subject, batch):
     stages = []
-    needs = probe(lambda v: seen(mean=np.zeros(2)), controls=())
+    needs = probe(lambda v: seen(np.zeros(2)), controls=())
     with shown(lambda *told: stages.append(told[:3])):
         run_probes(subject, batch, {"seen": needs}, controls=20)
     assert stages == [("prompts", 1, 1), ("measuring seen", 0, 1), ("measuring seen", 1, 1)]
@@ -130,11 +121,6 @@ def test_what_could_overturn_a_verdict_is_said(subject, batch):
     (said,) = unequal(sizes.cluster)
     assert said.startswith("80% of the prompts are in templates of a size that no other has")
     assert unequal(batch.cluster) == []
-
-
-def other(seed: int, n: int = 12) -> Batch:
-    ids = torch.randint(60, (n, 9), generator=torch.Generator().manual_seed(seed))
-    return Batch(Tokens(ids, torch.full((n,), 9)), tuple(f"u{i}" for i in range(n)), {"name": f"other {seed}"})
 
 
 def test_a_reading_is_taken_of_the_subject_and_of_every_twin_and_given_to_its_probe(subject, batch):
@@ -291,10 +277,8 @@ def test_memory_that_ran_out_in_any_pass_is_told_once(subject, batch, monkeypatc
     whole, passed = running.one_pass, []
 
     def scarce(self, work, members):
-        control, shuffled = (
-            self.facts.get("untrained") is not None,
-            not torch.equal(work.tokens.data, batch.tokens.data),
-        )
+        control = self.facts.get("untrained") is not None
+        shuffled = not torch.equal(work.tokens.data, batch.tokens.data)
         passed.append((control, shuffled, len(members)))
         if {"untrained controls": control, "shuffled": shuffled}[where] and len(members) == N:
             raise torch.OutOfMemoryError("no memory")

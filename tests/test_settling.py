@@ -16,12 +16,12 @@ from llmgeom.dynamics.trajectories import Trajectory, sections
 from llmgeom.errors import UserError
 from llmgeom.result import Estimate
 from llmgeom.stats.resampling import Interval, geometric_mean
-from llmgeom.wind_tunnels.checkpoint import snapshot_steps
 from tests.refusals import refused
 
 DOUBLED = (0, 1, 3, 7, 15, 31, 63, 127, 255, 511)
 
 TASK = "bijection:vocab=4,pairs=3"
+RATIOS = ("frame over precision", "frame over values", "scores over values")
 
 
 def less_p(own, other=None):
@@ -117,17 +117,15 @@ def verdicts(own, null, seeds=5, random=5, noise=0.1, steps=FINE) -> dict[str, E
 
 def test_a_frame_that_settles_first_passes_and_one_that_settles_last_fails():
     early = verdicts((15, 120, 120), (100, 100, 20))
-    assert {early[n].verdict for n in ("frame over precision", "frame over values", "scores over values")} == {"holds"}
+    assert {early[name].verdict for name in RATIOS} == {"holds"}
     assert 0.1 < early["frame over values"].value < early["frame over values"].high < 0.25  # 15 of 120 steps
     late = verdicts((120, 15, 15), (100, 100, 20))
-    assert {late[n].verdict for n in ("frame over precision", "frame over values", "scores over values")} == {
-        "opposite"
-    }
+    assert {late[name].verdict for name in RATIOS} == {"opposite"}
 
 
 def test_a_ratio_that_models_with_nothing_to_learn_have_too_does_not_pass():
     found = verdicts((15, 120, 120), (15, 120, 120))
-    for name in ("frame over precision", "frame over values", "scores over values"):
+    for name in RATIOS:
         assert found[name].high < 1 and found[name].verdict != "holds"
         assert found[name].p > 0.05  # by Welch's t; against 1 it is far below
 
@@ -136,15 +134,12 @@ def test_each_ratio_is_of_its_own_curves_and_held_against_both_nulls():
     own = [course(s, 0.0, 60, 90, 120, 0.4) for s in range(5)]
     null = [course(s, 1.0, 80, 70, 20, 0.9) for s in range(5)]
     found = {h.name: h for m in sections([*own, *null]).values() for h in m.estimates}
-    for name, first, second in (
-        ("frame over precision", "frame", "precision"),
-        ("frame over values", "frame", "value"),
-    ):
-        ours, theirs = (
-            np.array([settled(c.run.steps, c.curve(first)).step for c in group])
-            / [settled(c.run.steps, c.curve(second)).step for c in group]
-            for group in (own, null)
+    for name, second in (("frame over precision", "precision"), ("frame over values", "value")):
+        frame, other = (
+            np.array([[settled(c.run.steps, c.curve(of)).step for c in group] for group in (own, null)])
+            for of in ("frame", second)
         )
+        ours, theirs = frame / other
         assert found[name].value == pytest.approx(stats.gmean(ours))
         assert found[name].p == pytest.approx(max(less_p(ours), less_p(ours, theirs)))
         assert found[name].centre == pytest.approx(1 if less_p(ours) > less_p(ours, theirs) else stats.gmean(theirs))
@@ -160,7 +155,6 @@ def test_each_ratio_is_of_its_own_curves_and_held_against_both_nulls():
     [
         (1, 5, "needs 5 training seeds: has 1"),
         (4, 5, "needs 5 training seeds: has 4"),
-        (5, 4, r"needs 5 random-target runs \(--corrupt 1\): has 4"),
         (5, 0, r"needs 5 random-target runs \(--corrupt 1\): has 0"),
     ],
 )
@@ -173,23 +167,23 @@ def test_too_few_runs_decide_nothing(seeds, random, why):
 
 
 @pytest.mark.parametrize(
-    ("own", "null", "why"),
+    ("own", "null", "word"),
     [
         # Steps at which frame, values and answers settle; 5000 is after the last snapshot, 511.
-        ((15, 120, 120), (200, 100, 5000), True),  # .13 and at most .43
-        ((290, 120, 5000), (100, 100, 200), True),  # at most .57, and .5
-        ((15, 120, 120), (5000, 120, 20), False),  # holds: the control may be larger still
-        ((200, 100, 100), (5000, 120, 120), False),  # ruled out against 1, whatever the control is
-        ((5000, 120, 20), (100, 100, 50), False),  # above both, and may be larger still
-        ((120, 120, 20), (5000, 100, 200), True),  # 4.9 and at least 2.5
+        ((15, 120, 120), (200, 100, 5000), "open"),  # .13 and at most .43
+        ((290, 120, 5000), (100, 100, 200), "open"),  # at most .57, and .5
+        ((15, 120, 120), (5000, 120, 20), "holds"),  # the control may be larger still
+        ((200, 100, 100), (5000, 120, 120), "ruled out"),  # against 1, whatever the control is
+        ((5000, 120, 20), (100, 100, 50), "opposite"),  # above both, and may be larger still
+        # Above a ratio of 3.4 that is known; where that is a lower bound, 2.5, it may turn out to be 11.
+        ((120, 120, 20), (200, 100, 60), "opposite"),
+        ((120, 120, 20), (5000, 100, 200), "open"),
+        ((120, 120, 20), (400, 100, 30), "ruled out"),
     ],
 )
-def test_no_word_rests_on_a_ratio_that_a_longer_run_would_move(own, null, why):
+def test_no_word_rests_on_a_ratio_that_a_longer_run_would_move(own, null, word):
     h = verdicts(own, null, noise=0.01)["frame over precision"]
-    if why:
-        assert h.verdict == "open" and h.why.startswith("train longer: ")
-    else:
-        assert h.verdict in ("holds", "ruled out", "opposite")
+    assert h.verdict == word and h.why.startswith("train longer: ") == (word == "open")
 
 
 COARSE = (0, 50, 200, 800, 3200)
@@ -232,16 +226,6 @@ def test_a_rise_of_the_loss_is_named_and_noise_is_not():
     assert rises((0, 1, 10, 100), (11.0, 3.0, 10.9, 3.1)) == [(1, 10)]
 
 
-def test_two_curves_that_only_their_end_stops_decide_nothing():
-    found = verdicts((400, 5000, 20), (5000, 5000, 20), noise=0.01, steps=DOUBLED)
-    assert found["frame over values"].verdict == "open"
-    assert "a curve does not settle before the last two snapshots" in found["frame over values"].why
-    assert found["frame over precision"].verdict in (
-        "ruled out",
-        "opposite",
-    )  # only one of the two is open, on the side that cannot help
-
-
 def test_a_control_that_only_its_end_stops_decides_nothing():
     """Where frame and values of random-target runs move to the end, their ratio is 1 however long they would go on."""
     for own in ((15, 120, 120), (120, 15, 15)):
@@ -252,44 +236,9 @@ def test_a_control_that_only_its_end_stops_decides_nothing():
         assert found["frame over precision"].verdict in ("holds", "ruled out")  # its control says something
 
 
-def test_opposite_is_open_because_a_larger_ratio_of_random_targets_would_leave_ruled_out():
-    """The ratio of 4.9 lies above one of 3.4 that is known; where that is a lower bound, it may turn out to be 11."""
-    ratios = {(200, 100, 60): "opposite", (5000, 100, 200): "open", (400, 100, 30): "ruled out"}
-    for null, word in ratios.items():
-        assert verdicts((120, 120, 20), null, noise=0.01)["frame over precision"].verdict == word
-
-
 def test_random_targets_without_an_order_leave_what_1_decides():
     """Own ratio 1.46; that of random targets lies between .5 and 2, and whichever it is, 1 excludes the claim."""
     h = verdicts((135, 100, 100), (115, 100, 66), noise=0.01, steps=DOUBLED)["frame over precision"]
     assert h.verdict == "ruled out" and not h.lacks
     below = verdicts((35, 100, 62), (120, 100, 65), noise=0.01, steps=DOUBLED)["frame over precision"]
     assert below.verdict == "open" and below.why.startswith("take more snapshots: ")
-
-
-def falls(steps: tuple[int, ...], at: float, rest: float, power: float) -> np.ndarray:
-    """A curve that is at 5 % at step `at`; `rest` stays for good, and `power` says how sharply it falls."""
-    scale = at / (-math.log((0.05 - rest) / (1 - rest))) ** (1 / power)
-    return rest + (1 - rest) * np.exp(-((np.array(steps) / scale) ** power))
-
-
-def alike(steps: tuple[int, ...], sample: int) -> Estimate:
-    """Frame over precision, .25 in runs that learn and on random targets; their curves have other shapes."""
-    rng, runs = np.random.default_rng(sample), []
-    for corrupt, at, frame, precision in ((0.0, 60, (0.0, 0.5), (0.045, 1.0)), (1.0, 75, (0.0, 1.0), (0.0, 1.0))):
-        for seed in range(5):
-            step, ratio = at * np.exp(0.15 * rng.normal()), 0.25 * np.exp(0.02 * rng.normal())
-            curves = falls(steps, step * ratio**0.5, *frame), falls(steps, step / ratio**0.5, *precision)
-            run = Run(f"{corrupt}-{seed}", steps, (), TASK, {"corrupt": corrupt, "seed": seed})
-            runs.append(Trajectory(run, distances(curves[0], curves[0], curves[1])))
-    return {h.name: h for measured in sections(runs).values() for h in measured.estimates}["frame over precision"]
-
-
-def test_no_word_rests_on_where_a_curve_settles_between_two_snapshots():
-    """With the snapshots of `dynamics --task` equal ratios differ by the shape of the curves: small, in 4 of 12."""
-    steps = tuple(sorted(snapshot_steps(800, 16)))
-    coarse = [alike(steps, sample) for sample in range(12)]
-    assert {h.verdict for h in coarse} == {"open"} and sum(h.adjusted[0] < 0.025 for h in coarse) >= 3
-    assert all(h.why.startswith("take more snapshots: ") for h in coarse)
-    dense = [alike((0, *range(1, 801)), sample) for sample in range(12)]
-    assert sum(h.verdict == "ruled out" for h in dense) >= 10 and sum(h.adjusted[0] < 0.025 for h in dense) <= 1

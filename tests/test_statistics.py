@@ -7,8 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 import torch
-from scipy import stats, stats as scipy_stats
-from scipy.stats import ortho_group
+from scipy import stats as scipy_stats
 
 from llmgeom.claims import Claim, layer_band
 from llmgeom.errors import UserError
@@ -19,7 +18,8 @@ from llmgeom.stats.resampling import Interval
 from llmgeom.stats.similarity import mean_abs_cosine, random_cosine, seen_through
 from llmgeom.stats.verdict import Setting, needed
 from tests.refusals import refused
-from tests.simulated import draws
+from tests.simulated import contains, draws
+from tests.words import prediction_p
 
 P = np.array([[0.5, 0.25, 0.25, 0.0], [1.0, 0.0, 0.0, 0.0], [0.1, 0.2, 0.3, 0.4]])
 Q = np.array([[0.25, 0.25, 0.25, 0.25], [0.7, 0.1, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4]])
@@ -27,11 +27,11 @@ LOG_P, LOG_Q = torch.tensor(P).log(), torch.tensor(Q).log()
 
 
 def test_entropy_is_scipy_s_and_zeros_add_nothing():
-    np.testing.assert_allclose(entropy(LOG_P).numpy(), stats.entropy(P, axis=1), atol=1e-12)
+    np.testing.assert_allclose(entropy(LOG_P).numpy(), scipy_stats.entropy(P, axis=1), atol=1e-12)
 
 
 def test_kl_is_scipy_s_and_zeros_of_the_posterior_add_nothing():
-    np.testing.assert_allclose(kl(LOG_P, LOG_Q).numpy(), stats.entropy(P, Q, axis=1), atol=1e-12)
+    np.testing.assert_allclose(kl(LOG_P, LOG_Q).numpy(), scipy_stats.entropy(P, Q, axis=1), atol=1e-12)
     assert torch.isinf(kl(LOG_Q, LOG_P)[:2]).all()
     for log_p in (LOG_P, LOG_P.numpy()):  # zeros of both, in the same places
         np.testing.assert_array_equal(np.asarray(kl(log_p, log_p)), np.zeros(3))
@@ -57,8 +57,9 @@ def test_a_fair_coin_is_one_bit():
     assert bits(entropy(torch.tensor([0.5, 0.5]).log())).item() == 1.0
 
 
-@pytest.mark.parametrize("array", [np.asarray, torch.as_tensor])
-@pytest.mark.parametrize("shape", [(7, 40), (3, 5, 40), (40,)])
+@pytest.mark.parametrize(
+    ("array", "shape"), [(np.asarray, (3, 5, 40)), (torch.as_tensor, (7, 40)), (torch.as_tensor, (40,))]
+)
 def test_many_rows_give_what_all_at_once_gives_bit_for_bit(array, shape, monkeypatch):
     rng = np.random.default_rng(0)
     p, q = (array(np.log(rng.dirichlet(np.ones(shape[-1]), shape[:-1]))) for _ in range(2))
@@ -107,24 +108,6 @@ def test_mean_over_pairs_is_what_two_loops_give():
         y = x - x.mean(0) if centre else x
         pairs = [abs(a @ b) / math.sqrt((a @ a) * (b @ b)) for a, b in combinations(y, 2)]
         assert mean_abs_cosine(x, centre) == pytest.approx(np.mean(pairs))
-
-
-def test_orthonormal_vectors_give_0_parallel_ones_1_and_sign_does_not_cancel():
-    frame = ortho_group.rvs(6, random_state=0)
-    assert mean_abs_cosine(frame) == pytest.approx(0, abs=1e-12)
-    assert mean_abs_cosine(np.array([[1.0, 2], [2, 4], [-1, -2]])) == pytest.approx(1)
-    assert mean_abs_cosine(np.array([[1.0, 0], [1, 1], [1, -1]])) == pytest.approx(2 / 3 / math.sqrt(2))
-
-
-@pytest.mark.parametrize("corners", [2, 3, 20])
-def test_orthonormal_vectors_less_their_mean_are_a_regular_simplex(corners):
-    assert mean_abs_cosine(np.eye(corners), centre=True) == pytest.approx(1 / (corners - 1))
-
-
-def test_a_bias_moves_raw_cosines_and_not_centred_ones():
-    x = np.random.default_rng(2).standard_normal((50, 16))
-    assert mean_abs_cosine(x + 3) > 0.8
-    assert mean_abs_cosine(x + 3, centre=True) == pytest.approx(mean_abs_cosine(x, centre=True))
 
 
 def test_keys_seen_through_a_metric_have_the_cosines_of_their_scores():
@@ -273,16 +256,60 @@ def test_a_control_on_some_of_the_prompts_gives_their_difference_and_says_so(rea
     rng = np.random.default_rng(0)
     data = rng.normal(0.6, 0.2, 50)
     own, cut = data[:read], data[:read] - rng.normal(0.1, 0.05, read)
-    claimed = Claim(
-        name="x", unit="fraction", side="upper", effect=0.1, claim="It holds.", null="n", source="s",
-    )  # fmt: skip
+    claimed = Claim(name="x", unit="fraction", side="upper", effect=0.1, claim="It holds.", null="n", source="s")
     clusters = np.arange(50)
     h = compare(claimed, lambda x, rows: x[rows].mean(), data, clusters, {}, without=(own, cut, clusters[:read]))
     expected = scipy_stats.ttest_rel(own, cut).confidence_interval()
     assert h.difference == pytest.approx((expected.low, expected.high))
-    assert (
-        h.paired and h.value - h.centre == pytest.approx((own - cut).mean()) and h.value == pytest.approx(data.mean())
-    )
+    assert h.paired and (h.value - h.centre, h.value) == pytest.approx(((own - cut).mean(), data.mean()))
     some = " (from the difference on 30 prompts)" * (read < 50)
     assert h.null == f"without context{some}"
     assert read < 50 or h.centre == pytest.approx(cut.mean())
+
+
+def test_a_new_draw_falls_in_the_band_as_often_as_it_says():
+    rng, hits = draws(28), 0
+    for _ in range(2000):
+        low, high = resampling.band(rng.normal(size=39))
+        hits += low <= rng.normal() <= high
+    assert contains(hits, 2000, 0.95)
+
+
+@pytest.mark.parametrize(
+    ("scale", "forward"),
+    [
+        ("identity", lambda v: v),
+        ("log", np.log),
+        ("fisher", np.arctanh),
+        ("folded", lambda v: np.sqrt(np.arctanh(np.abs(v)))),
+    ],
+)
+@pytest.mark.parametrize(("side", "alternative"), [("upper", "greater"), ("lower", "less")])
+def test_prediction_p_is_the_two_sample_t_test_of_one_against_the_draws(scale, forward, side, alternative):
+    # With a sample of one, the pooled variance is that of the draws: the same t, m - 1 degrees of freedom.
+    null, value = draws(31).uniform(0.1, 0.6, size=20), 0.7
+    expected = scipy_stats.ttest_ind([forward(value)], forward(null), alternative=alternative).pvalue
+    assert prediction_p(value, null, side, scale) == pytest.approx(expected)
+
+
+def test_prediction_p_of_a_normal_draw_is_uniform_and_has_room_below_the_rank_p():
+    rng = draws(32)
+    p = np.array([prediction_p(row[0], row[1:]) for row in rng.normal(size=(2000, 21))])
+    assert scipy_stats.kstest(p, "uniform").pvalue > 0.01
+    assert contains((p < 0.01).sum(), 2000, 0.01) and p.min() < 1 / 21
+    assert prediction_p(100.0, rng.normal(size=20)) == 1e-6
+
+
+def test_draws_that_do_not_vary_are_a_number_and_few_draws_tell_nothing_of_a_tail():
+    assert prediction_p(0.5, np.full(20, 0.4)) == 1e-6 and prediction_p(0.4, np.full(20, 0.4)) == 1
+    assert prediction_p(0.5, [0.4]) == prediction_p(0.5, [0.4, 0.3, 0.35, 0.2]) == 1 / 2
+    with refused(UserError, -0.1, "identity"):
+        prediction_p(0.5, [0.4, -0.1, 0.3, 0.2, 0.1], "upper", "log")
+
+
+def test_needed_n_gives_a_mean_its_power():
+    n = tests.needed_n_mean(0.6, 1.0)
+    x = draws(30).normal(0.6, 1.0, size=(4000, n))
+    low = x.mean(1) - scipy_stats.t.ppf(0.975, n - 1) * x.std(1, ddof=1) / math.sqrt(n)
+    assert contains((low > 0).sum(), 4000, 0.9)
+    assert tests.needed_n_mean(0.06, 0.1) == n

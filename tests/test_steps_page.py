@@ -76,12 +76,9 @@ def test_it_is_the_same_for_equal_records_and_reaches_for_nothing(tmp_path):
     tame = snapshots(hostile=[re.sub(r"[^a-z ]", "x", text) for text in hostile])
     assert shape(html) == shape(steps_page(whole(tame, "x"), tame))
     assert not re.search(r"""(src|href)=["']?(https?:|//)""", html.split('id="plotly"')[0])
-    policy = next(
-        a["content"] for tag, a in Tree(html).elements if tag == "meta" and "content" in a and "http-equiv" in a
-    )
-    assert (
-        "default-src 'none'" in policy and "unsafe-eval" not in policy and "eval(" not in Tree(html).scripts["script"]
-    )
+    tree = Tree(html)
+    policy = next(a["content"] for tag, a in tree.elements if tag == "meta" and "http-equiv" in a)
+    assert "default-src 'none'" in policy and "unsafe-eval" not in policy and "eval(" not in tree.scripts["script"]
 
 
 def test_report_draws_a_course_with_its_snapshots(tmp_path):
@@ -146,9 +143,8 @@ def test_the_slider_moves_by_key_and_the_step_stands_in_the_address(chromium, tm
         assert view.locator(".figures:not(.curves) figure:not([hidden])").count() == 4
         table = view.locator("figure.whole details table")
         assert table.locator("tbody tr").count() == 75
-        assert table.locator("tbody tr").first.locator("td").all_text_contents() == view.evaluate(
-            "snapshots[0].figures[document.querySelector('figure.whole .plot').id].numbers[1]"
-        )
+        first = "snapshots[0].figures[document.querySelector('figure.whole .plot').id].numbers[1]"
+        assert table.locator("tbody tr").first.locator("td").all_text_contents() == view.evaluate(first)
 
 
 @pytest.mark.browser

@@ -30,11 +30,6 @@ SITES = frozenset({Site.VALUE, Site.ATTENTION, Site.ENTROPY})
 LENGTHS = (9, 23, 3, 17, 2, 11, 5)
 
 
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return Model.of(FAMILIES["llama"].model(), name="llama")
-
-
 def capture(of: Model, root: Path, **options) -> Capture:
     return of.capture(ragged(lengths=LENGTHS), SITES, batch_tokens=24, store=str(root), **options)
 
@@ -59,9 +54,6 @@ def same(a: Capture, b: Capture) -> bool:
     return a.tensors.keys() == b.tensors.keys() and all(torch.equal(x, b.tensors[key]) for key, x in a.tensors.items())
 
 
-# ---- which batches share a shard -------------------------------------------------------------------------------------
-
-
 def latent():
     """DeepSeek's attention: keys of 8 + 8 coordinates, values of 20."""
     sizes = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 20, "kv_lora_rank": 16, "q_lora_rank": 16}
@@ -81,26 +73,23 @@ def test_sizes_are_told_exactly_before_anything_runs(name, positions):
         assert nbytes(of.facts, frozenset({site}), rows, 23) == kept, site
 
 
-# ---- kept, read again, left on disk ----------------------------------------------------------------------------------
-
-
-def test_what_is_kept_is_what_was_captured_and_is_not_made_twice(model, tmp_path, monkeypatch):
-    plain = model.capture(ragged(lengths=LENGTHS), SITES, batch_tokens=24)
-    assert same(capture(model, tmp_path), plain)
+def test_what_is_kept_is_what_was_captured_and_is_not_made_twice(llama, tmp_path, monkeypatch):
+    plain = llama.capture(ragged(lengths=LENGTHS), SITES, batch_tokens=24)
+    assert same(capture(llama, tmp_path), plain)
     before = contents(tmp_path)
     assert len(shards(tmp_path)) == 4
     monkeypatch.setattr(running, "one_pass", None)
-    assert same(capture(model, tmp_path), plain)
+    assert same(capture(llama, tmp_path), plain)
     assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("parts", [32, 2])
 @pytest.mark.parametrize("positions", ["query", "all"])
-def test_a_capture_left_on_disk_equals_the_one_in_memory(model, tmp_path, monkeypatch, parts, positions):
-    plain = model.capture(ragged(lengths=LENGTHS), SITES, batch_tokens=24, positions=positions)
+def test_a_capture_left_on_disk_equals_the_one_in_memory(llama, tmp_path, monkeypatch, parts, positions):
+    plain = llama.capture(ragged(lengths=LENGTHS), SITES, batch_tokens=24, positions=positions)
     monkeypatch.setattr(running, "IN_MEMORY", 0)
     monkeypatch.setattr(batching, "PARTS", parts)
-    left = capture(model, tmp_path, positions=positions)
+    left = capture(llama, tmp_path, positions=positions)
     assert not isinstance(left.tensors, dict) and same(left, plain)
     assert torch.equal(left.value, plain.value) and torch.equal(left.entropy, plain.entropy)
     some = torch.tensor([5, 0, 3])
@@ -121,9 +110,6 @@ def test_a_capture_left_on_disk_equals_the_one_in_memory(model, tmp_path, monkey
     shutil.rmtree(tmp_path)
     with refused(UserError, "read"):
         _ = left.value
-
-
-# ---- damage ----------------------------------------------------------------------------------------------------------
 
 
 def cut(path: Path, _) -> None:
@@ -169,11 +155,10 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("on_disk", [False, True])
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_shard_is_named_set_aside_and_made_again(model, tmp_path, monkeypatch, caplog, kind, on_disk):
+@pytest.mark.parametrize(("kind", "on_disk"), [*((kind, False) for kind in DAMAGE), ("cut", True), ("foreign", True)])
+def test_a_damaged_shard_is_named_set_aside_and_made_again(llama, tmp_path, monkeypatch, caplog, kind, on_disk):
     damage, why = DAMAGE[kind]
-    plain = capture(model, tmp_path / "a")
+    plain = capture(llama, tmp_path / "a")
     clean = contents(tmp_path / "a")
     other = Model.of(FAMILIES["llama"].model(1), name="llama")
     capture(other, tmp_path / "b")
@@ -182,22 +167,22 @@ def test_a_damaged_shard_is_named_set_aside_and_made_again(model, tmp_path, monk
     data = odd.read_bytes()
     if on_disk:
         monkeypatch.setattr(running, "IN_MEMORY", 0)
-    assert same(capture(model, tmp_path / "a"), plain)
+    assert same(capture(llama, tmp_path / "a"), plain)
     (said,) = caplog.messages
     assert odd.name in said and why in said and "set aside" in said
     assert (odd.parent / ASIDE / odd.name).read_bytes() == data, "nothing is deleted"
     assert contents(tmp_path / "a") == clean
     caplog.clear()
-    capture(model, tmp_path / "a")
+    capture(llama, tmp_path / "a")
     assert caplog.messages == []
 
 
-def test_a_cache_whose_files_a_loss_of_power_emptied_is_made_again(model, tmp_path):
-    first = capture(model, tmp_path)
+def test_a_cache_whose_files_a_loss_of_power_emptied_is_made_again(llama, tmp_path):
+    first = capture(llama, tmp_path)
     before = contents(tmp_path)
     for name in before:
         (tmp_path / name).write_bytes(b"")
-    assert same(capture(model, tmp_path), first) and contents(tmp_path) == before
+    assert same(capture(llama, tmp_path), first) and contents(tmp_path) == before
 
 
 def test_what_a_killed_process_left_of_run_and_spec_goes_and_nobody_else_s(tmp_path):
@@ -222,39 +207,32 @@ def test_a_folder_that_cannot_be_made_is_refused_with_the_remedy(tmp_path):
         Store(tmp_path / "file" / "cache", {}, {})
 
 
-# ---- room ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_scan_that_would_fill_the_disk_is_refused_before_its_first_pass(model, tmp_path, monkeypatch):
+def test_a_scan_that_would_fill_the_disk_is_refused_before_its_first_pass(llama, tmp_path, monkeypatch):
     """The model's own capture would fit, those of its controls and of shuffled prompts beside it would not."""
-    probes = {
-        "one": probe(
-            lambda view: seen(mean=view.capture.value.double().mean((1, 2, 3)).numpy()),
-            controls={"untrained", "shuffled prompts"},
-        )
-    }
+
+    def measure(view):
+        return seen(mean=view.capture.value.double().mean((1, 2, 3)).numpy())
+
+    probes = {"one": probe(measure, controls={"untrained", "shuffled prompts"})}
     options = {"controls": 3, "batch_tokens": 24, "store": str(tmp_path)}
     sites = [{Site.VALUE, Site.ENTROPY, Site.LIKELY}, *3 * [{Site.VALUE, Site.ENTROPY}], *3 * [{Site.VALUE}]]
-    weights = model.facts["layers"] * model.facts["heads"] * max(LENGTHS)  # a byte each: what the page's prompts show
-    needed = sum(7 * nbytes(model.facts, frozenset(kept), 1, 23) for kept in sites) + 7 * weights
+    weights = llama.facts["layers"] * llama.facts["heads"] * max(LENGTHS)  # a byte each: what the page's prompts show
+    needed = sum(7 * nbytes(llama.facts, frozenset(kept), 1, 23) for kept in sites) + 7 * weights
     free = [needed - 1]
     monkeypatch.setattr(store.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, free[0]))
     with monkeypatch.context() as only:
         only.setattr(running, "one_pass", None)
         with refused(UserError, store.size_text(needed)):
-            run_probes(model, ragged(lengths=LENGTHS), probes, **options)
+            run_probes(llama, ragged(lengths=LENGTHS), probes, **options)
     free[0] = needed
-    record = run_probes(model, ragged(lengths=LENGTHS), probes, **options)
+    record = run_probes(llama, ragged(lengths=LENGTHS), probes, **options)
     free[0] = 0
-    again = run_probes(model, ragged(lengths=LENGTHS), probes, **options)  # all of it is there
+    again = run_probes(llama, ragged(lengths=LENGTHS), probes, **options)  # all of it is there
     assert again.results["one"].arrays["mean"].tolist() == record.results["one"].arrays["mean"].tolist()
 
 
-# ---- out of memory ---------------------------------------------------------------------------------------------------
-
-
-def test_out_of_memory_on_any_batch_is_halved_told_and_equal(model, tmp_path, monkeypatch):
-    plain = model.capture(ragged(lengths=LENGTHS), SITES, batch_tokens=24)
+def test_out_of_memory_on_any_batch_is_halved_told_and_equal(llama, tmp_path, monkeypatch):
+    plain = llama.capture(ragged(lengths=LENGTHS), SITES, batch_tokens=24)
     whole = running.one_pass
     for nth, members in enumerate(((1,), (3,), (5, 0), (6, 2, 4))):
         calls = []
@@ -266,16 +244,14 @@ def test_out_of_memory_on_any_batch_is_halved_told_and_equal(model, tmp_path, mo
             return whole(self, work, given)
 
         monkeypatch.setattr(running, "one_pass", scarce)
-        made = capture(model, tmp_path / str(nth))
+        made = capture(llama, tmp_path / str(nth))
         assert calls[nth] == list(members)
         for key, tensor in plain.tensors.items():
             assert apart(made.tensors[key], tensor) < 1e-5
         told = (f"out of memory: a batch of {len(members)} prompts was run in halves",) if len(members) > 1 else ()
         assert made.events == told
-        assert capture(model, tmp_path / str(nth)).events == told, "the next run is told as well"
+        assert capture(llama, tmp_path / str(nth)).events == told, "the next run is told as well"
 
-
-# ---- two processes ---------------------------------------------------------------------------------------------------
 
 TWO = textwrap.dedent(
     """
@@ -309,30 +285,27 @@ TWO = textwrap.dedent(
 
 
 @pytest.mark.slow
-def test_of_two_processes_on_one_capture_the_second_waits_and_finds_it_made(model, tmp_path):
+def test_of_two_processes_on_one_capture_the_second_waits_and_finds_it_made(llama, tmp_path):
     command = [sys.executable, "-c", TWO, str(tmp_path / "both"), str(tmp_path / "begun")]
     ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(Path.cwd())})
     assert ran.returncode == 0, ran.stderr
     assert "another process is making" in ran.stderr and ran.stderr.count("\n") == 1
     first, second = (json.loads((tmp_path / f"begun-{name}").read_text()) for name in ("first", "second"))
     assert first[0] == 4 and second[0] == 0 and first[1] == second[1]
-    capture(model, tmp_path / "alone")
+    capture(llama, tmp_path / "alone")
     assert contents(tmp_path / "both") == contents(tmp_path / "alone")
 
 
-# ---- edits -----------------------------------------------------------------------------------------------------------
-
-
-def test_an_edit_is_kept_apart_from_another_and_from_none(model, tmp_path):
+def test_an_edit_is_kept_apart_from_another_and_from_none(llama, tmp_path):
     zero = Edit("value", lambda x, _: 0 * x, layers=(0,), spec={"do": "zero"})
     double = replace(zero, function=lambda x, _: 2 * x, spec={"do": "double"})
     later = replace(zero, layers=(1,), spec={"do": "zero", "layers": (0,)})
-    kept = [capture(model, tmp_path, edits=edits) for edits in ((), (zero,), (double,), (later,))]
-    again = [capture(model, tmp_path, edits=edits) for edits in ((), (zero,), (double,), (later,))]
+    kept = [capture(llama, tmp_path, edits=edits) for edits in ((), (zero,), (double,), (later,))]
+    again = [capture(llama, tmp_path, edits=edits) for edits in ((), (zero,), (double,), (later,))]
     assert all(same(a, b) for a, b in zip(kept, again, strict=True))
     assert not any(same(kept[i], kept[j]) for i in range(4) for j in range(i))
     with refused(UserError, "spec"):
-        capture(model, tmp_path, edits=(replace(zero, spec={}),))
+        capture(llama, tmp_path, edits=(replace(zero, spec={}),))
 
 
 def test_neighbours_share_a_shard_up_to_its_size_and_a_32nd_of_the_plan():
@@ -347,23 +320,16 @@ def test_neighbours_share_a_shard_up_to_its_size_and_a_32nd_of_the_plan():
         assert [i for group in group_batches(sizes) for i in group] == list(range(len(sizes)))
 
 
-def test_what_does_not_fit_on_the_disk_is_refused_before_it_begins(model, tmp_path, monkeypatch):
-    needed = nbytes(model.facts, SITES, 1, 23) + sum(
-        nbytes(model.facts, SITES, n, width) for n, width in ((1, 17), (2, 11), (3, 5))
-    )
+def test_what_does_not_fit_on_the_disk_is_refused_before_it_begins(llama, tmp_path, monkeypatch):
+    needed = sum(nbytes(llama.facts, SITES, n, width) for n, width in ((1, 23), (1, 17), (2, 11), (3, 5)))
     free = [needed - 1]
     monkeypatch.setattr(store.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, free[0]))
     monkeypatch.setattr(running, "one_pass", None)
-    with pytest.raises(UserError) as refusal:
-        capture(model, tmp_path)
-    (sentence,) = str(refusal.value).splitlines()
-    assert (
-        f"take about {store.size_text(needed)} and" in sentence
-        and f"has {store.size_text(needed - 1)} free" in sentence
-    )
-    assert "`llmgeom cache rm`" in sentence and "set LLMGEOM_CACHE" in sentence
+    said = f"take about {store.size_text(needed)} and", f"has {store.size_text(needed - 1)} free"
+    with refused(UserError, *said, "`llmgeom cache rm`", "set LLMGEOM_CACHE"):
+        capture(llama, tmp_path)
     monkeypatch.undo()
     free[0] = 10**9
-    capture(model, tmp_path)
+    capture(llama, tmp_path)
     monkeypatch.setattr(store.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 0))
-    capture(model, tmp_path)  # what is there takes no more
+    capture(llama, tmp_path)  # what is there takes no more

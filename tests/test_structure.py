@@ -88,19 +88,17 @@ def test_every_mutant_breaks_a_line_that_stands_once():
         assert (ROOT / one["tests"]).exists()
 
 
+SHOWN = "from tests.pages import synthetic; synthetic()._repr_html_(); import llmgeom.reports.comparison"
 HEAVY = ("torch", "transformers", "plotly", "sklearn", "transformer_lens", "datasets")
 
 
 @pytest.mark.parametrize(
     ("code", "absent"),
     [
-        ("import llmgeom; dir(llmgeom)", HEAVY),
-        ("import llmgeom.record", (*HEAVY, "llmgeom.reports")),
-        ("import llmgeom.reports", (*HEAVY, "scipy")),
-        ("import llmgeom.reports.comparison, llmgeom.progress", HEAVY),
-        ("import llmgeom.stats", (*HEAVY, "scipy")),
+        ("import llmgeom, llmgeom.record; dir(llmgeom)", (*HEAVY, "llmgeom.reports")),
+        ("import llmgeom.reports, llmgeom.stats", (*HEAVY, "scipy")),
         ("import llmgeom.cli; llmgeom.cli.main(['list', 'domains'], standalone_mode=False)", (*HEAVY, "numpy")),
-        ("from tests.pages import synthetic; synthetic()._repr_html_()", (*HEAVY, "IPython")),
+        (f"import llmgeom.progress; {SHOWN}", (*HEAVY, "IPython")),
         pytest.param("import llmgeom.model.transformer_lens", ("transformer_lens",), marks=pytest.mark.slow),
     ],
 )

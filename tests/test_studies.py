@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -17,13 +18,10 @@ from studies.attention_contrasts import PER_HEAD, analyse, effects, table
 from studies.attention_variants import SPEC
 from studies.calibrate import __main__ as bench, cells, readings
 from studies.gradients import step
-from studies.sticky_chain import (
-    chain,
-    fresh_weights,
-    gradients,
-)
-from studies.verdict_rates import EFFECTS, World
+from studies.sticky_chain import chain, fresh_weights, gradients
+from studies.verdict_rates import EFFECTS, World, by_draws, head, larger, worlds
 from tests.families import FAMILIES, ragged
+from tests.source import ROOT
 from tests.test_sweep import InProcess
 
 
@@ -95,9 +93,6 @@ FOCUS = "focusing"
 SHARE = "values: PC1+PC2 share, by kv head"
 
 
-# ---- what the cells say ---------------------------------------------------------------------------------------------
-
-
 def planted(grouping=0.0, window=0.0, interaction=0.0, noise=0.01, seeds=5, seed=0):
     """[seed grouped windowed]: a level of its own for each seed, effects, and noise in each cell."""
     rng = np.random.default_rng(seed)
@@ -116,9 +111,6 @@ def test_planted_effects_are_found_and_nulls_called_what_they_are():
     assert found[FOCUS, "grouping"] == found[FOCUS, "interaction"] == "not changed"
     assert found[SHARE, "grouping"] == "different"
     assert found[SHARE, "window"] == found[SHARE, "interaction"] == "equivalent"
-
-
-# ---- the run --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -220,11 +212,7 @@ def test_the_gradients_are_those_of_autograd(block):
 
 
 TRIALS = 320
-WORLDS = [
-    World(40, 20, 1),
-    World(640, 20, 1, spread=0.6),
-    World(160, 20, 1, start="centre"),
-]
+WORLDS = [World(40, 20, 1), World(640, 20, 1, spread=0.6), World(160, 20, 1, start="centre")]
 
 
 def most(rate: float) -> float:
@@ -264,3 +252,42 @@ def test_two_controls_are_both_beaten_or_the_claim_does_not_hold():
     for _ in range(300):
         count += World(40, 20, 1).words(1.0, rng, nearer=1.0)[0] in ("holds", "small")
     assert count <= binom.ppf(0.999, 300, 0.025)
+
+
+def test_the_stored_rates_are_of_these_worlds_and_keep_their_promises():
+    """docs/claims.md shows them (tests/test_site.py). Of two simulations of one row the larger counts."""
+    stored = (ROOT / "studies/verdict_rates.txt").read_text(encoding="utf-8").splitlines()
+    assert stored[:2] == head().splitlines()
+    rows = [line.strip("| ").split(" | ") for line in stored[2:]]
+    every = [(world, 4000, effect) for world, effect in product(worlds(), EFFECTS)]
+    every += [(world, trials, "none") for world, trials in larger()]
+    assert [row[:7] for row in rows] == [
+        [str(cell) for cell in (w.clusters, w.draws, w.claims, w.spread, w.start, trials, effect)]
+        for w, trials, effect in every
+    ]
+    cells = {(*row[:5], row[6]): row for row in rows}  # the last, and so the larger, of each
+    for *_, simulated, effect, holds, small, ruled, opposite, opened in cells.values():
+        rates = [float(rate) for rate in (holds, small, ruled, opposite, opened)]
+        assert sum(rates) == pytest.approx(100, abs=0.3)
+        promised = 100 * binom.ppf(0.999, int(simulated), 0.025) / int(simulated)
+        assert effect != "none" or (rates[0] + rates[1] <= promised and rates[3] <= promised)
+        assert effect != "exact" or rates[2] <= 5
+        assert effect != "twice" or rates[1] <= 5
+
+
+def test_eight_draws_keep_the_promise_and_find_a_doubled_effect():
+    """docs/claims.md shows these rows. With eight draws at most 1 % of claims without an effect hold or are small."""
+    text = (ROOT / "studies/draws.txt").read_text(encoding="utf-8")
+    cells = [row.strip("| ").split(" | ") for row in text.splitlines()[2:]]
+    stored = {
+        (int(n), int(draws), float(spread), effect): [*map(float, rest)] for n, draws, spread, effect, *rest in cells
+    }
+    assert stored.keys() == {
+        (w.clusters, w.draws, w.spread, effect) for w in by_draws() for effect in ("none", "exact", "twice")
+    }
+    for (_, draws, spread, effect), (holds, small, _) in stored.items():
+        assert effect != "none" or draws != 8 or holds + small <= 1
+        assert effect != "twice" or spread > 0.2 or holds == 100
+    holds = World(75, 8, 8).rates(1.0, 60)["holds"] * 480
+    rate = stored[75, 8, 0.2, "exact"][0] / 100
+    assert binom.ppf(1e-4, 480, rate) <= holds <= binom.ppf(1 - 1e-4, 480, rate), "as stored"

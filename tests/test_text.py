@@ -1,5 +1,6 @@
 """Worlds as text: balance, tokens of the answers in every kind of tokenizer, and nothing else that predicts."""
 
+import math
 from collections import Counter
 from dataclasses import replace
 from functools import cache
@@ -164,10 +165,13 @@ def test_what_follows_is_drawn_from_the_exact_answer(spec):
 
 @pytest.mark.parametrize("spec", IN_TEXT)
 def test_one_observation_is_changed_into_a_sequence_that_could_come(spec):
-    """The exact answer to the changed sequence has the shift, and in a bijection no value comes twice."""
+    """The exact answer to the changed sequence has the shift, without bound in recall; in a bijection no value comes
+    twice."""
     world = load_world(spec, text=True)
     batch = in_text.sample(world, 6, 2, ks=(3,))
-    for change in in_text.changes(world, batch, 0):
+    changes = in_text.changes(world, batch, 0)
+    assert changes
+    for change in changes:
         drawn = in_text._Drawn.of(world, 6, 2, 3)
         before = drawn.inputs[change.prompt]
         after = before.clone()
@@ -177,6 +181,9 @@ def test_one_observation_is_changed_into_a_sequence_that_could_come(spec):
         odds = log_p[:, change.mark] - log_p[:, old]
         if log_p.isfinite().all():
             assert change.shift == pytest.approx(bits((odds[1] - odds[0]).item()))
+        if world.name == "recall":  # no other item bears on the answer
+            items = batch.columns["items"][change.prompt].split()
+            assert items[change.place] == items[-1] and change.shift == math.inf
         assert change.mark != old and (log_p[0] - log_p[1]).exp().ne(1).any()
         if world.name == "bijection":
             of = dict(zip(after[0::2].tolist(), after[1::2].tolist(), strict=False))
@@ -377,9 +384,6 @@ def test_a_prompt_longer_than_the_input_is_refused(pocket):
 def test_a_mark_that_is_not_one_token_after_its_own_prompt_is_refused(pocket):
     with refused(UserError, "zubbaq", "owl:"):
         words.answer_tokens(pocket, ["First: dax. owl:"], [["dax", "zubbaq"]])
-
-
-# ---- the command ----------------------------------------------------------------------------------------------------
 
 
 def test_one_process_under_two_spellings_is_read_once():

@@ -1,6 +1,7 @@
 """Interchange of evidence in text: identities that hold in every causal model, and a patch made by hand with hooks."""
 
 import math
+from itertools import product
 
 import numpy as np
 import pytest
@@ -16,18 +17,9 @@ from llmgeom.model.model import Model
 from llmgeom.probes.interventions import text_patching
 from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis
 from llmgeom.probes.interventions.text_pairs import BEFORE, ROLES, TextPairs
-from llmgeom.probes.interventions.text_patching import (
-    EDGE,
-    FOLLOWS,
-    PROBE,
-    TOTAL,
-    Exchange,
-    effects,
-    measure_patching,
-)
-from llmgeom.prompts import text as in_text
-from llmgeom.wind_tunnels import load_world
+from llmgeom.probes.interventions.text_patching import EDGE, FOLLOWS, PROBE, TOTAL, Exchange, effects, measure_patching
 from llmgeom.wind_tunnels.worlds.two_point import TwoPoint
+from tests.families import hooked
 from tests.refusals import refused
 
 LAYERS = (0, 2)
@@ -83,33 +75,35 @@ def test_at_the_embedding_all_of_it_is_at_the_mark_and_equal_evidence_is_nothing
     assert (cells[0, 1:] == 0).all() and (found["equal"][0] == 0).all()
 
 
+def entering(module, change):
+    """A hook: what enters a module is changed; where `change` gives nothing it stays."""
+
+    def hook(_, args, kwargs):
+        hidden = args[0] if args else kwargs["hidden_states"]
+        changed = change(hidden.clone())
+        changed = hidden if changed is None else changed
+        return ((changed, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": changed})
+
+    return module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def log_odds(model, pairs: TextPairs, i: int, ids: list[int], *hooks) -> float:
+    """Bits for the new mark of a pair against the old one, by the model's own pass under some hooks."""
+    with torch.no_grad(), hooked(*hooks):
+        old, new = model(torch.tensor([ids])).logits[0, -1].double()[pairs.marks[i]].tolist()
+    return (new - old) / math.log(2)
+
+
 @pytest.mark.parametrize("role", ["changed mark", "last token"])
 def test_a_cell_is_what_a_hook_that_replaces_the_residual_does(pythia, pairs, found, role):
-    layers = pythia.model.gpt_neox.layers
-    kept: dict[str, torch.Tensor] = {}
-
-    def log_odds(ids: list[int], i: int, patch: torch.Tensor | None, at: torch.Tensor) -> float:
-        def hook(module, args, kwargs):
-            hidden = args[0] if args else kwargs["hidden_states"]
-            kept["x"] = hidden.clone()
-            if patch is None:
-                return None
-            hidden = torch.where(at[None, :, None], patch, hidden)
-            return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
-
-        handle = layers[LAYERS[1]].register_forward_pre_hook(hook, with_kwargs=True)
-        with torch.no_grad():
-            logits = pythia.model(torch.tensor([ids])).logits[0, -1].double()
-        handle.remove()
-        old, new = logits[pairs.marks[i]].tolist()
-        return (new - old) / math.log(2)
-
+    layer, kept = pythia.model.gpt_neox.layers[LAYERS[1]], []
     for i in (0, 3):
         ids, other = pairs.x.tokens.real[i], pairs.other.tokens.real[i]
-        at = pairs.role[i, : len(ids)] == ROLES.index(role)
-        clean = log_odds(ids, i, None, at)
-        log_odds(other, i, None, at)
-        shift = log_odds(ids, i, kept["x"], at) - clean
+        at = (pairs.role[i, : len(ids)] == ROLES.index(role))[None, :, None]
+        clean = log_odds(pythia.model, pairs, i, ids)
+        log_odds(pythia.model, pairs, i, other, entering(layer, kept.append))
+        patched = entering(layer, lambda x, at=at: torch.where(at, kept[-1], x))
+        shift = log_odds(pythia.model, pairs, i, ids, patched) - clean
         assert found["cells"][1, ROLES.index(role), i] == pytest.approx(pairs.sign[i] * shift, abs=2e-3)
 
 
@@ -120,24 +114,6 @@ def test_the_share_is_the_mean_effect_towards_the_exact_answer_over_the_mean_exa
     assert values[TOTAL] == pytest.approx(np.mean(towards))
     assert values[FOLLOWS] == pytest.approx(np.mean(towards) / np.mean(np.abs(pairs.exact)))
     np.testing.assert_allclose(result["cells"][0, 0], np.mean(towards), atol=1e-3)
-
-
-def test_a_changed_bijection_is_one_to_one_and_a_recall_has_no_finite_shift():
-    process = load_world("bijection", text=True)
-    batch = in_text.sample(process, 20, 0, ks=(2, 3))
-    made = in_text.changes(process, batch, 0)
-    assert len(made) > 10
-    for change in made:
-        items = batch.columns["items"][change.prompt].split()
-        seen = [int(mark) for mark in batch.columns["seen"][change.prompt]]
-        seen[change.place] = change.mark
-        of = dict(zip(items, seen, strict=False))
-        assert len(set(of.values())) == len(of)
-    recall = load_world("recall", text=True)
-    batch = in_text.sample(recall, 20, 0)
-    for change in in_text.changes(recall, batch, 0):
-        items = batch.columns["items"][change.prompt].split()
-        assert items[change.place] == items[-1] and change.shift == math.inf  # no other item bears on the answer
 
 
 def test_a_process_with_two_sources_or_a_layer_that_is_not_there_is_refused(pythia):
@@ -175,16 +151,8 @@ def one_path(relay: bool) -> Model:
     With `relay`: layer 0 moves a mark to the token after it, and layer 1 moves it on to the last token. Without:
     layer 1 reads the mark itself. Blocks of the stream: position, token, token that was moved, answer (16 each).
     """
-    config = GPT2Config(
-        vocab_size=16,
-        n_positions=16,
-        n_embd=D,
-        n_layer=2,
-        n_head=1,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    sizes = {"vocab_size": 16, "n_positions": 16, "n_embd": D, "n_layer": 2, "n_head": 1}
+    config = GPT2Config(**sizes, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None)
     model = GPT2LMHeadModel(config).eval()
     position, token, moved, answer = (slice(16 * i, 16 * i + 16) for i in range(4))
     eye = torch.eye(16)
@@ -247,45 +215,29 @@ def test_in_a_model_with_one_path_its_edges_carry_all_and_no_other_carries_any(r
 
 def test_an_edge_is_what_a_hook_that_replaces_one_write_does(pythia, pairs, found):
     """Layer 0 of pocket:pythia, mark to last token: keys and values of x' at the mark, as the last token sees them."""
-    exchange, layers = Exchange(pythia, pairs, 4096), pythia.model.gpt_neox.layers
+    exchange, layer = Exchange(pythia, pairs, 4096), pythia.model.gpt_neox.layers[0]
     last = exchange.role == ROLES.index("last token")
     write = exchange.writes(0, [exchange.patch(("residual", 0), 0, lambda: exchange.step(0, 0))])[0]
     edge = exchange.patch(("attn_out", 0), ROLES.index("last token"), lambda: write[last])
     shift = exchange.runner.measure([edge])["shift"][0]
     for i in (0, 3):
-        ids, other = (torch.tensor([batch.tokens.real[i]]) for batch in (pairs.x, pairs.other))
-        at = int(pairs.at[i])
-        stored: dict[str, torch.Tensor] = {}
+        ids, other = pairs.x.tokens.real[i], torch.tensor([pairs.other.tokens.real[i]])
+        at, stored = int(pairs.at[i]), []
 
-        def mixed(module, args, kwargs, at=at, stored=stored, other=other):
-            hidden = (args[0] if args else kwargs["hidden_states"]).clone()
-            hidden[:, at] = layers[0].input_layernorm(pythia.model.gpt_neox.embed_in(other))[:, at]
-            return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+        def mixed(x, at=at, other=other):
+            x[:, at] = layer.input_layernorm(pythia.model.gpt_neox.embed_in(other))[:, at]
+            return x
 
-        def keep(module, args, output, stored=stored):
-            stored["write"] = output[0].clone()
-
-        def replace_last(module, args, output, stored=stored):
+        def replace_last(_module, _args, output, stored=stored):
             changed = output[0].clone()
-            changed[:, -1] = stored["write"][:, -1]
+            changed[:, -1] = stored[0][:, -1]
             return (changed, *output[1:])
 
-        def log_odds(i=i, ids=ids):
-            with torch.no_grad():
-                old, new = pythia.model(ids).logits[0, -1].double()[pairs.marks[i]].tolist()
-            return (new - old) / math.log(2)
-
-        clean = log_odds()
-        handles = [
-            layers[0].attention.register_forward_pre_hook(mixed, with_kwargs=True),
-            layers[0].attention.register_forward_hook(keep),
-        ]
-        log_odds()
-        for handle in handles:
-            handle.remove()
-        handle = layers[0].attention.register_forward_hook(replace_last)
-        expected = log_odds() - clean
-        handle.remove()
+        clean = log_odds(pythia.model, pairs, i, ids)
+        keep = layer.attention.register_forward_hook(lambda *seen, stored=stored: stored.append(seen[2][0].clone()))
+        log_odds(pythia.model, pairs, i, ids, entering(layer.attention, mixed), keep)
+        replaced = layer.attention.register_forward_hook(replace_last)
+        expected = log_odds(pythia.model, pairs, i, ids, replaced) - clean
         assert shift[i] == pytest.approx(pairs.sign[i] * expected, abs=2e-3)
 
 
@@ -328,27 +280,13 @@ def test_a_direction_has_both_kinds_of_control_and_their_effects_are_those_of_a_
     effect = effects(exchange, layers=LAYERS, draws=2, seed=3)
     assert effect[SIZE].shape == effect[VARIANCE].shape == (len(LAYERS), 2, 2, len(pairs.x))
     assert (effect[VARIANCE][0, 1] == 0).all()  # at the embedding the last token is that of both prompts
-    drawn = exchange.controls(LAYERS[1], last, 2, 3)
-
-    def log_odds(i: int, step: np.ndarray | None) -> float:
-        def hook(module, args, kwargs):
-            hidden = (args[0] if args else kwargs["hidden_states"]).clone()
-            hidden[0, -1] += torch.from_numpy(step).to(hidden.dtype)
-            return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
-
-        layer = pythia.model.gpt_neox.layers[LAYERS[1]]
-        handle = None if step is None else layer.register_forward_pre_hook(hook, with_kwargs=True)
-        with torch.no_grad():
-            old, new = pythia.model(torch.tensor([pairs.x.tokens.real[i]])).logits[0, -1].double()[pairs.marks[i]]
-        if handle:
-            handle.remove()
-        return float(new - old) / math.log(2)
-
-    for kind in (SIZE, VARIANCE):
-        for draw in range(2):
-            for i in (0, 3):
-                shift = log_odds(i, drawn[kind][draw].numpy()[i]) - log_odds(i, None)
-                assert effect[kind][1, 1, draw, i] == pytest.approx(pairs.sign[i] * shift, abs=2e-3)
+    drawn, layer = exchange.controls(LAYERS[1], last, 2, 3), pythia.model.gpt_neox.layers[LAYERS[1]]
+    for kind, draw, i in product((SIZE, VARIANCE), range(2), (0, 3)):
+        ids, step = pairs.x.tokens.real[i], torch.zeros(len(pairs.x.tokens.real[i]), len(u))
+        step[-1] = drawn[kind][draw][i]
+        moved = entering(layer, lambda x, step=step: x + step.to(x))
+        shift = log_odds(pythia.model, pairs, i, ids, moved) - log_odds(pythia.model, pairs, i, ids)
+        assert effect[kind][1, 1, draw, i] == pytest.approx(pairs.sign[i] * shift, abs=2e-3)
     result = measure_patching(effect, UNTRAINED * 6, pairs, LAYERS, along=True)
     highest = max(float(effect[kind][1, 1].mean(1).max()) for kind in (SIZE, VARIANCE))
     assert result["last_null"][1, 1] == pytest.approx(highest)  # of 2 draws the band is the whole range

@@ -92,21 +92,15 @@ def test_targets_of_a_trivial_predictor_are_drawn_from_it(evidence, name, monkey
             assert often.numpy() == pytest.approx(answer.numpy(), abs=4 * 0.5 / int(here.sum()) ** 0.5)
 
 
-def test_a_predictor_that_the_task_does_not_have_is_refused(tmp_path):
+def test_evidence_that_cannot_be_is_refused(tmp_path):
     with refused(UserError, "--evidence memoryless", "markov", "'bag of values'"):
         train(Training("markov:fixed=False", **TINY, evidence="memoryless"), tmp_path, device="cpu")
-
-
-def test_evidence_is_a_word_and_hard():
+    with refused(UserError, "--evidence sheet", "regression"):
+        train(Training("regression", **TINY, evidence="sheet"), tmp_path, device="cpu")
     with refused(UserError, "--evidence none", "kept", "exchanged", "unbound", "sheet"):
         Training("coin", evidence="none")
     with refused(UserError, "soft"):
         Training("coin", evidence="exchanged", targets="soft")
-
-
-def test_a_sheet_is_of_outcomes(tmp_path):
-    with refused(UserError, "--evidence sheet", "regression"):
-        train(Training("regression", **TINY, evidence="sheet"), tmp_path, device="cpu")
 
 
 @pytest.mark.slow

@@ -57,9 +57,6 @@ def test_a_model_whose_way_to_its_logits_is_not_known_has_no_lens(monkeypatch):
         Model.of(model, name="odd").unembed(seen.layers(Site.RESIDUAL)[0])
 
 
-# ---- exact answers, row by row ---------------------------------------------------------------------------------------
-
-
 def test_exact_answers_stand_in_the_order_of_the_rows():
     task = HMM(steps=4)
     batch = task.sample(3, 0)
@@ -70,11 +67,3 @@ def test_exact_answers_stand_in_the_order_of_the_rows():
         assert torch.equal(seen.exact.predictive[row], batch.posterior.predictive[sequence, query])
         assert torch.equal(seen.exact.belief[row], batch.posterior.belief[sequence, query])
     assert seen.exact.outcomes == task.answers.tokens
-
-
-def test_a_cut_sequence_has_the_exact_answer_of_the_query_it_ends_in():
-    task = Bijection()
-    whole, cut = task.sample(20, 3), task.truncated(20, 3)
-    for i, at in enumerate(cut.columns["asked_at"]):
-        assert torch.equal(cut.posterior.predictive[i, 0], whole.posterior.predictive[i, task.query.index(at)])
-    assert torch.equal(cut.inputs.ids, whole.inputs.ids)

@@ -24,22 +24,24 @@ from tests.refusals import refused
 from tests.words import beyond
 
 N, LAYERS, KV, WIDTH, UNTRAINED = 80, 2, 2, 16, 10
+LAST, NOUGHT = np.full(N, 11), np.zeros(N, dtype=int)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def few_draws():
-    """No word here needs more: 199 orders give a p of .005."""
+    """No word here needs more: 99 orders give a p of .01."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(representation_geometry, "RIDGE_PERMUTATIONS", 199)
+        patch.setattr(representation_geometry, "RIDGE_PERMUTATIONS", 99)
         patch.setattr(value_manifold, "GAUSSIANS_OF_CONTROLS", 9)
         yield
 
 
-def capture(tensors: dict) -> Capture:
-    ids = torch.zeros(N, 12, dtype=torch.int64)
-    batch = Batch(Tokens(ids, torch.full((N,), 12)), tuple(f"t{i // 2}" for i in range(N)), {"name": "planted"})
-    position = torch.full((N,), 11)
-    return Capture(batch, torch.arange(N), position, position + 1, tensors)
+def capture(tensors: dict, position: np.ndarray = LAST, final: np.ndarray = NOUGHT) -> Capture:
+    """Of prompts that end at these positions in these tokens."""
+    at, ids = torch.from_numpy(position), torch.zeros(N, position.max() + 1, dtype=torch.int64)
+    ids[torch.arange(N), at] = torch.from_numpy(final)
+    batch = Batch(Tokens(ids, at + 1), tuple(f"t{i // 2}" for i in range(N)), {"name": "planted"})
+    return Capture(batch, torch.arange(N), at, at + 1, tensors)
 
 
 def values(rng: np.random.Generator, factor: np.ndarray | None, strength: float = 0.0) -> dict:
@@ -165,10 +167,7 @@ def test_a_correlation_that_the_final_token_carries_is_gone_given_the_final_toke
     token = rng.integers(4, size=N)
     factor = token - token.mean()
     entropy = 2.0 * token + 0.1 * rng.standard_normal(N)
-    main = capture(values(rng, factor, 1.5))
-    ids = main.batch.inputs.ids.clone()
-    ids[:, 11] = torch.from_numpy(token)
-    main = replace(main, batch=replace(main.batch, inputs=Tokens(ids, main.lengths)))
+    main = capture(values(rng, factor, 1.5), final=token)
     noise = tuple(capture(values(rng, None)) for _ in range(UNTRAINED))
     found = {h.name: h for h in value_manifold.measure(ProbeInput(main, entropy, noise, noise)).estimates}
     assert found[RHO].value > 0.9
@@ -181,10 +180,7 @@ def test_a_correlation_that_length_carries_is_gone_given_length_although_both_ri
     rng = np.random.default_rng(5)
     position = rng.integers(9, 49, size=N)
     effect = 4 * np.square((position - 29) / 20)
-    main = capture(values(rng, effect - effect.mean(), 1.5))
-    ids = torch.zeros(N, 50, dtype=torch.int64)
-    place, lengths = torch.from_numpy(position), torch.from_numpy(position) + 1
-    main = replace(main, position=place, lengths=lengths, batch=replace(main.batch, inputs=Tokens(ids, lengths)))
+    main = capture(values(rng, effect - effect.mean(), 1.5), position)
     noise = tuple(capture(values(rng, None)) for _ in range(UNTRAINED))
     entropy = effect + 0.6 * rng.standard_normal(N)
     found = {h.name: h for h in value_manifold.measure(ProbeInput(main, entropy, noise, noise)).estimates}
@@ -248,12 +244,7 @@ def test_the_final_token_is_called_fixed_only_where_prompts_share_it(shared, cla
     rng = np.random.default_rng(5)
     token = np.where(np.arange(N) < shared, np.arange(N) // 10, 10 + np.arange(N) // 2)
     effect = rng.standard_normal(N)[token]
-    main = capture(values(rng, effect, 1.5))
-    position = torch.from_numpy(10 + np.arange(N) % 2)
-    ids = main.batch.inputs.ids.clone()
-    ids[torch.arange(N), position] = torch.from_numpy(token)
-    lengths = position + 1
-    main = replace(main, position=position, lengths=lengths, batch=replace(main.batch, inputs=Tokens(ids, lengths)))
+    main = capture(values(rng, effect, 1.5), 10 + np.arange(N) % 2, token)
     noise = tuple(capture(values(rng, None)) for _ in range(UNTRAINED))
     result = value_manifold.measure(ProbeInput(main, effect, noise, noise))
     given = {h.name: h for h in result.estimates}[f"{RHO}, {PARTIAL}"]
@@ -269,10 +260,9 @@ def test_rows_of_unusual_length_and_rows_that_coincide_are_named():
     x = last(shown.capture)
     x[17], x[3] = 9 * x[17], 6 * x[3]
     x[40:44] = x[50:54]
-    ids = shown.capture.batch.inputs.ids.clone()
-    ids[17, 11], ids[3, 11] = 7, 5
-    main = with_last(shown.capture, x)
-    main = replace(main, batch=replace(main.batch, inputs=Tokens(ids, main.lengths)))
+    final = NOUGHT.copy()
+    final[[17, 3]] = 7, 5
+    main = with_last(capture(shown.capture.tensors, final=final), x)
     warnings = value_manifold.measure(replace(shown, capture=main)).warnings
     norms = "value norms at the last layer lie more than 6 robust sd off the median for "
     assert f"{norms}prompt 17 (token 7), prompt 3 (token 5)" in warnings
