@@ -132,9 +132,16 @@ def estimate(
     drawn = [null for null in nulls if null.name]
     rule = claim if len(drawn) == len(nulls) > 0 else replace(claim, claim="")  # else a preview, or no controls
     found = Estimate(
-        rule=rule, value=float(value), low=interval.low, high=interval.high, method=interval.method, n=n,
-        clusters=clusters, units=interval.units, deletions=interval.deletions,
-    )  # fmt: skip
+        rule=rule,
+        value=float(value),
+        low=interval.low,
+        high=interval.high,
+        method=interval.method,
+        n=n,
+        clusters=clusters,
+        units=interval.units,
+        deletions=interval.deletions,
+    )
     if drawn:
         controls, excess = compared(claim, float(value), interval, drawn, clusters)
         found = replace(found, controls=controls, excess=excess)

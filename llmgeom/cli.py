@@ -82,9 +82,13 @@ class Door(click.Group):
                 formatter.write_dl([(f"{name:9}", text) for name, text in group.items()])
 
     def main(
-        self, args: Sequence[str] | None = None, prog_name: str | None = None, complete_var: str | None = None,
-        standalone_mode: bool = True, **extra: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
         """Run a command; in standalone mode every error ends in a sentence and an exit code."""
         run: Callable[[], Any] = partial(super().main, args, prog_name, complete_var, standalone_mode=False, **extra)
         if not standalone_mode:

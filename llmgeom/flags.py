@@ -18,9 +18,16 @@ LARGEST = 2**31  # a number in a spec
 
 
 def flag(
-    default: Any, help: str, *, name: str = "", short: str = "", group: str = "", listed: bool = False,
-    least: float | None = None, most: float = LARGEST_COUNT,
-) -> Any:  # fmt: skip
+    default: Any,
+    help: str,
+    *,
+    name: str = "",
+    short: str = "",
+    group: str = "",
+    listed: bool = False,
+    least: float | None = None,
+    most: float = LARGEST_COUNT,
+) -> Any:
     """A dataclass field that is also a flag; its type hint decides its kind.
 
     `bool` is a switch, `Literal[...]` a choice, `tuple[X, ...]` a flag that may be repeated.

@@ -83,9 +83,15 @@ class Origin:
 
 
 def question(
-    subject: Model, task: World, origin: Origin, *, n: int = 6000, seed: int = 0, nulls: int = CONTROLS,
+    subject: Model,
+    task: World,
+    origin: Origin,
+    *,
+    n: int = 6000,
+    seed: int = 0,
+    nulls: int = CONTROLS,
     batch_tokens: int = BATCH_TOKENS,
-) -> Plan:  # fmt: skip
+) -> Plan:
     """Ask a model and `nulls` untrained controls n held-out sequences of a task and, where it has them, n seen ones.
 
     Raises UserError: the model is edited, or has too few outputs; targets were corrupted and the task asks for numbers.

@@ -19,10 +19,8 @@ OPTIONAL = {  # package -> the feature that needs it, and the command that insta
     "gguf": ("models in a GGUF file", "pip install 'llmgeom[gguf]'"),
     "kaleido": ("export RUN png, svg or pdf", "pip install 'llmgeom[images]'"),
     "peft": ("models with a LoRA adapter", "pip install 'llmgeom[lora]'"),
-    "bitsandbytes": (
-        "--quantize, and checkpoints that are stored in 8 or 4 bits", "pip install 'llmgeom[quantised]'"
-    ),
-}  # fmt: skip
+    "bitsandbytes": ("--quantize, and checkpoints that are stored in 8 or 4 bits", "pip install 'llmgeom[quantised]'"),
+}
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "msedge")
 NO_BROWSER = (
     "no Chromium or Chrome was found; install one (Debian: apt-get install chromium), or set BROWSER_PATH to it"

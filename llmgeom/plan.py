@@ -79,11 +79,23 @@ class Plan:
 
     @classmethod
     def of(
-        cls, subject: Model, batch: Batch, probes: Mapping[str, Probe], controls: int, seed: int,
-        batch_tokens: int = BATCH_TOKENS, samples: Mapping[str, Batch] = {}, facts: Mapping[str, Any] = {},
-        notes: Sequence[str] = (), *, whole: bool = True, layers: str = "all", sites: Collection[str] | None = None,
-        positions: str = "last", finish: Callable[[Record, Mapping[str, Any]], Record] | None = None,
-    ) -> Plan:  # fmt: skip
+        cls,
+        subject: Model,
+        batch: Batch,
+        probes: Mapping[str, Probe],
+        controls: int,
+        seed: int,
+        batch_tokens: int = BATCH_TOKENS,
+        samples: Mapping[str, Batch] = {},
+        facts: Mapping[str, Any] = {},
+        notes: Sequence[str] = (),
+        *,
+        whole: bool = True,
+        layers: str = "all",
+        sites: Collection[str] | None = None,
+        positions: str = "last",
+        finish: Callable[[Record, Mapping[str, Any]], Record] | None = None,
+    ) -> Plan:
         """The union of what the probes need.
 
         Args:
@@ -273,9 +285,13 @@ def _queried(subject: Model, batch: Batch, chosen: str) -> Batch:
 
 
 def _unable(
-    subject: Model, batch: Batch, needs: Needs, layers: str, chosen: tuple[int, ...] | None,
+    subject: Model,
+    batch: Batch,
+    needs: Needs,
+    layers: str,
+    chosen: tuple[int, ...] | None,
     kept: frozenset[Site] | None,
-) -> str:  # fmt: skip
+) -> str:
     """Why a probe cannot measure this batch in this part of the model; empty where it can."""
     if kept is not None and (lost := needs.sites - kept):
         return f"it reads {', '.join(sorted(lost))}, which --sites {','.join(sorted(kept - UNLAYERED))} leaves out"

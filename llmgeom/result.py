@@ -84,9 +84,16 @@ def labelled(
 
 
 def line(
-    name: str, values: Any, axis: str, unit: str, meaning: str, *, interval: tuple[str, Any] = ("", None),
-    null: tuple[str, Any] = ("", None), beside: str = "",
-) -> dict[str, Labelled | None]:  # fmt: skip
+    name: str,
+    values: Any,
+    axis: str,
+    unit: str,
+    meaning: str,
+    *,
+    interval: tuple[str, Any] = ("", None),
+    null: tuple[str, Any] = ("", None),
+    beside: str = "",
+) -> dict[str, Labelled | None]:
     """A curve over one axis, as quantities NAME, NAME_interval and NAME_null.
 
     Args:

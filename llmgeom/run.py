@@ -38,10 +38,19 @@ from llmgeom.result import Result
 
 
 def run_probes(
-    subject: Model, batch: Prompts, probes: Mapping[str, Probe], *, samples: Mapping[str, Batch] | None = None,
-    controls: int = CONTROLS, seed: int = 0, batch_tokens: int = BATCH_TOKENS, store: str | None = None,
-    facts: Mapping[str, Any] | None = None, notes: Sequence[str] = (), whole: bool = False,
-) -> Record:  # fmt: skip
+    subject: Model,
+    batch: Prompts,
+    probes: Mapping[str, Probe],
+    *,
+    samples: Mapping[str, Batch] | None = None,
+    controls: int = CONTROLS,
+    seed: int = 0,
+    batch_tokens: int = BATCH_TOKENS,
+    store: str | None = None,
+    facts: Mapping[str, Any] | None = None,
+    notes: Sequence[str] = (),
+    whole: bool = False,
+) -> Record:
     """Measure `probes` in a model on a batch, with controls.
 
     Args:

@@ -332,9 +332,15 @@ def _heatmap(measured: Result, declared: Quantity, cells: np.ndarray, place: str
 
 
 def _scatter(
-    measured: Result, declared: Quantity, colour: str, points: np.ndarray, place: str, record: int,
-    prompts: Mapping[str, tuple], every: np.ndarray | None,
-) -> Drawn:  # fmt: skip
+    measured: Result,
+    declared: Quantity,
+    colour: str,
+    points: np.ndarray,
+    place: str,
+    record: int,
+    prompts: Mapping[str, tuple],
+    every: np.ndarray | None,
+) -> Drawn:
     x, y = points[:, 0], points[:, 1] if points.shape[1] > 1 else np.zeros(len(points))
     (row, component), unit = declared.axes, declared.unit
     names = measured.ticks.get(component, (f"{component} 1", f"{component} 2"))
@@ -418,10 +424,12 @@ def side_by_side(place: str, figures: Mapping[str, Sequence[Drawn]]) -> list[lis
         elif 1 < len(every) <= MOST and all(_along(figure) == _along(every[0]) for figure in every):
             rows.append([_overlaid(f"{place}--{name}", by_label)])
         else:
-            rows.append([
-                replace(figure, caption=f"{label}: {figure.caption}", spec=dict(figure.spec) | {"of": label})
-                for label, figure in by_label.items()
-            ])  # fmt: skip
+            rows.append(
+                [
+                    replace(figure, caption=f"{label}: {figure.caption}", spec=dict(figure.spec) | {"of": label})
+                    for label, figure in by_label.items()
+                ]
+            )
     return rows
 
 

@@ -168,9 +168,13 @@ def _counted(record: Record) -> str:
 
 
 def written_out(
-    template: str, records: Sequence[Record], drawn: Sequence[Drawn], scripts: Sequence[str] = (),
-    styles: Sequence[str] = (), **context: Any,
-) -> str:  # fmt: skip
+    template: str,
+    records: Sequence[Record],
+    drawn: Sequence[Drawn],
+    scripts: Sequence[str] = (),
+    styles: Sequence[str] = (),
+    **context: Any,
+) -> str:
     """A template with all that every page holds: the figures, the prompts of these records, and who may run.
 
     A page of more than 10 MB says so at its top.
@@ -238,12 +242,19 @@ def panel(record: Record) -> str:
     """
     (label,), every = labels([record]), rows([record])
     part = part_of(0, label, replace(record, results={k: m for k, m in record.results.items() if k == LABEL}), every)
-    return environment().get_template("panel.html").render(
-        css=Markup(file_text("page.css")),
-        parts=[{"label": label, "run_line": part["run_line"]}],
-        lead=[(*one[:3], "") for one in leading(joined([part]), 3)],  # without a link to a section
-        **first_screen([label], [record], every), sections={}, pictures=[], compared=None,
-    )  # fmt: skip
+    return (
+        environment()
+        .get_template("panel.html")
+        .render(
+            css=Markup(file_text("page.css")),
+            parts=[{"label": label, "run_line": part["run_line"]}],
+            lead=[(*one[:3], "") for one in leading(joined([part]), 3)],  # without a link to a section
+            **first_screen([label], [record], every),
+            sections={},
+            pictures=[],
+            compared=None,
+        )
+    )
 
 
 def _title(records: Sequence[Record]) -> str:

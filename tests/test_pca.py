@@ -28,7 +28,7 @@ def test_shares_and_scores_are_those_of_scikit_learn(n, d, dtype):
     assert found.numbers[0] == pytest.approx(reference.explained_variance_ratio_[0])
     assert found.numbers[1] == pytest.approx(reference.explained_variance_ratio_[:2].sum())
     assert found.numbers[2] == pytest.approx(1 / np.square(reference.explained_variance_ratio_).sum())
-    np.testing.assert_allclose(pca._share_summary(x.astype(np.float64)), found.numbers)
+    np.testing.assert_allclose(manifold._share_summary(x.astype(np.float64)), found.numbers)
     assert (found.n, found.d, found.dropped) == (n, d, 0)
 
 

@@ -132,9 +132,12 @@ class Store:
     """
 
     def __init__(
-        self, root: str | os.PathLike, run: Mapping[str, Any], spec: Mapping[str, Any],
+        self,
+        root: str | os.PathLike,
+        run: Mapping[str, Any],
+        spec: Mapping[str, Any],
         about: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {}),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.of = f"{run_key(run)}/{digest(spec)[:24]}"
         self.folder = Path(root) / self.of
         try:

@@ -256,10 +256,19 @@ def prepare(settings: RunConfig) -> Job:
 
 
 def question_of_text(
-    subject: Model, process: World, *, n: int = 200, ks: Sequence[int] = (),
-    layers: str | Sequence[int] | None = None, directions: int = DIRECTIONS, axis: SavedDirection | None = None,
-    exact: bool = False, nulls: int = config.DRAWS, seed: int = 0, batch_tokens: int = 4096,
-) -> Plan:  # fmt: skip
+    subject: Model,
+    process: World,
+    *,
+    n: int = 200,
+    ks: Sequence[int] = (),
+    layers: str | Sequence[int] | None = None,
+    directions: int = DIRECTIONS,
+    axis: SavedDirection | None = None,
+    exact: bool = False,
+    nulls: int = config.DRAWS,
+    seed: int = 0,
+    batch_tokens: int = 4096,
+) -> Plan:
     """The question of interchange interventions on prompts of a process.
 
     Args:

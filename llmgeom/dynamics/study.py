@@ -134,9 +134,15 @@ def follow(
 
 
 def scan_snapshots(
-    run: Run, inputs: Inputs, probes: Mapping[str, Any], out: Path, facts: Mapping[str, Any], weights: Sequence[str],
-    options: Mapping[str, Any], **read: Any,
-) -> dict[int, Record]:  # fmt: skip
+    run: Run,
+    inputs: Inputs,
+    probes: Mapping[str, Any],
+    out: Path,
+    facts: Mapping[str, Any],
+    weights: Sequence[str],
+    options: Mapping[str, Any],
+    **read: Any,
+) -> dict[int, Record]:
     """A scan of each snapshot of a run, in OUT/stepN, by step.
 
     An existing scan is read if the same program made it from the same weights. A branch of the hub can move between two
@@ -292,10 +298,18 @@ def study_spec(runs: Sequence[Run], inputs: Inputs, probes: Sequence[str], *more
 
 
 def study(
-    runs: Sequence[Run], inputs: Inputs, out: Path, spec: str, *, probes: Mapping[str, Any] | None = None,
-    controls: int = CONTROLS, options: Mapping[str, Any] | None = None, store: str | None = None,
-    notes: Sequence[str] = (), command: str = "",
-) -> Record:  # fmt: skip
+    runs: Sequence[Run],
+    inputs: Inputs,
+    out: Path,
+    spec: str,
+    *,
+    probes: Mapping[str, Any] | None = None,
+    controls: int = CONTROLS,
+    options: Mapping[str, Any] | None = None,
+    store: str | None = None,
+    notes: Sequence[str] = (),
+    command: str = "",
+) -> Record:
     """Follow every run, scan the snapshots of the first with the probes, and save the record and its page in `out`.
 
     Args:

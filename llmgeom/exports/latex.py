@@ -76,10 +76,11 @@ def write(record: Record, _form: str, out: Path) -> list[str]:
 def escaped(text: str) -> str:
     """Escape text for LaTeX. A character that its fonts may lack is replaced by its plain form or number."""
     plain = "".join(
-        c if c.isascii() or c in SPECIAL
+        c
+        if c.isascii() or c in SPECIAL
         else unicodedata.normalize("NFKD", c).encode("ascii", "ignore").decode() or f"U+{ord(c):04X}"
         for c in text
-    )  # fmt: skip
+    )
     parts = re.split(r"(?<=-)(?=-)", plain)  # LaTeX would make a dash of the two hyphens before a flag
     return "{}".join("".join(SPECIAL.get(c, c) for c in part) for part in parts)
 

@@ -53,10 +53,17 @@ class Recorder:
     """
 
     def __init__(
-        self, blocks: Sequence[Block], rows: tuple[Tensor, Tensor], sites: frozenset[Site], edits: Sequence[Edit],
-        where: tuple[Tensor, Tensor], everywhere: frozenset[Site] = frozenset(),
-        positions: tuple[Tensor, Tensor] | None = None, tokens: Tensor | None = None, resumed: Resumed | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        blocks: Sequence[Block],
+        rows: tuple[Tensor, Tensor],
+        sites: frozenset[Site],
+        edits: Sequence[Edit],
+        where: tuple[Tensor, Tensor],
+        everywhere: frozenset[Site] = frozenset(),
+        positions: tuple[Tensor, Tensor] | None = None,
+        tokens: Tensor | None = None,
+        resumed: Resumed | None = None,
+    ) -> None:
         layers: dict[nn.Module | None, list[int]] = defaultdict(list)
         self.resumed = resumed
         for index in attending(blocks)[resumed.start if resumed else 0 :]:
@@ -218,10 +225,19 @@ def row_statistic(site: Site, weights: Tensor) -> Tensor:
 
 
 def attention_rows(
-    query: Tensor, key: Tensor, closed: Tensor, prompt: Tensor, position: Tensor, *, one_each: bool = False,
-    dtype: torch.dtype = torch.float32, scaling: float | None = None, softcap: float | None = None,
-    s_aux: Tensor | None = None, **_,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    closed: Tensor,
+    prompt: Tensor,
+    position: Tensor,
+    *,
+    one_each: bool = False,
+    dtype: torch.dtype = torch.float32,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_,
+) -> Tensor:
     """softmax(scaling q . k + mask) in float32 for the rows (prompt, position) only: [row head seq] float32.
 
     query [batch head seq dim], key [batch kv_head seq dim], closed as `Recorder.closed`. Query head h reads kv head
@@ -256,9 +272,14 @@ def attention_rows(
 
 
 def softmaxed(
-    scores: Tensor, closed: Tensor, *, softcap: float | None = None, s_aux: Tensor | None = None,
-    edit: Callable[[Tensor], Tensor] | None = None, **_,
-) -> Tensor:  # fmt: skip
+    scores: Tensor,
+    closed: Tensor,
+    *,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    edit: Callable[[Tensor], Tensor] | None = None,
+    **_,
+) -> Tensor:
     """Weights [... head key] float32 of scaled scores, which `edit` may change once they are capped and masked."""
     if softcap:
         scores = (scores / softcap).tanh_().mul_(softcap)

@@ -305,10 +305,13 @@ class Resumed:
 
 
 def made(
-    point: str, fn: Callable[..., Tensor] | float | Tensor,
-    layers: int | slice | range | list[int] | tuple[int, ...] | None, depth: int, spec: Mapping[str, Any] | None = None,
+    point: str,
+    fn: Callable[..., Tensor] | float | Tensor,
+    layers: int | slice | range | list[int] | tuple[int, ...] | None,
+    depth: int,
+    spec: Mapping[str, Any] | None = None,
     **rest: Any,
-) -> Edit:  # fmt: skip
+) -> Edit:
     """The edit that `Model.edit` describes, in a model of `depth` layers. Raises UserError as Edit does."""
     if isinstance(layers, str):
         layers = None if layers == "all" else places("layers", layers, depth)

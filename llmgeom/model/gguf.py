@@ -131,9 +131,13 @@ def _convert(file: Path, name: str, folder: Path) -> None:
         with undisturbed(silent=True), _watched(placed, held):
             tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
             both: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                file.parent, gguf_file=file.name, quantization_config=transformers.GgufConfig(dequantize=True),
-                dtype=dtype, use_safetensors=True, output_loading_info=True,
-            )  # fmt: skip
+                file.parent,
+                gguf_file=file.name,
+                quantization_config=transformers.GgufConfig(dequantize=True),
+                dtype=dtype,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
             model, found = both
             if missing := sorted(found["missing_keys"]):
                 raise UserError(

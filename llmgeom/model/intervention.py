@@ -234,9 +234,12 @@ class Runner:
         return np.concatenate(parts, 2)
 
     def _gradients(
-        self, interventions: Sequence[Intervention], locations: Sequence[Location], members: list[int],
+        self,
+        interventions: Sequence[Intervention],
+        locations: Sequence[Location],
+        members: list[int],
         scores: Callable[[Tensor, Sequence[int]], Sequence[Tensor]],
-    ) -> np.ndarray:  # fmt: skip
+    ) -> np.ndarray:
         tokens = self.subject.tokens(self.batch)
         width = int(tokens.lengths[members].max())
         prompt, leaves, seen = torch.tensor(members), {}, {}
@@ -307,10 +310,17 @@ def gradients(approximate: Callable[[], np.ndarray] | None, components: int, run
 
 
 def two_stages(
-    runner: Runner, groups: Sequence[Sequence[Intervention]], outcome: str,
-    approximate: Callable[[], np.ndarray] | None, *, seed: int, strata: Sequence[int] = (), whole: Sequence[int] = (),
-    number: int = EDITED, stage: str = "",
-) -> Effects:  # fmt: skip
+    runner: Runner,
+    groups: Sequence[Sequence[Intervention]],
+    outcome: str,
+    approximate: Callable[[], np.ndarray] | None,
+    *,
+    seed: int,
+    strata: Sequence[int] = (),
+    whole: Sequence[int] = (),
+    number: int = EDITED,
+    stage: str = "",
+) -> Effects:
     """The effect of every component; of many, the largest by gradients and a random sample of the others are edited.
 
     The sample of a stratum has `number` draws with replacement, half of the chance even and half by the gradients'

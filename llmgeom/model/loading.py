@@ -33,9 +33,14 @@ _BESIDE = {"8bit": "float16", "4bit": "bfloat16"}  # the precision in which bits
 
 
 def load(
-    located: hub.Located, dtype: str | None, device: str | None, quantize: str | None, device_map: str | None,
-    trust_remote_code: bool, tokenizer_options: Mapping[str, Any] = {},
-) -> tuple[Any, Any, list[str]]:  # fmt: skip
+    located: hub.Located,
+    dtype: str | None,
+    device: str | None,
+    quantize: str | None,
+    device_map: str | None,
+    trust_remote_code: bool,
+    tokenizer_options: Mapping[str, Any] = {},
+) -> tuple[Any, Any, list[str]]:
     """Model, tokenizer (None for a wind-tunnel model), and what the reader of a number must know of the loading.
 
     That is: tensors of the files that are not read, and what transformers warns of the tokenizer. The arguments are
@@ -70,9 +75,14 @@ def load(
             # Some versions of transformers (5.17 to 5.20) choose sdpa, which leaves the cap out.
             placed["attn_implementation"] = "eager"
         both: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            located.path, config=config, dtype=default_dtype(dtype or _BESIDE.get(quantize or ""), device, config),
-            output_loading_info=True, use_safetensors=True, **placed, **shared,
-        )  # fmt: skip
+            located.path,
+            config=config,
+            dtype=default_dtype(dtype or _BESIDE.get(quantize or ""), device, config),
+            output_loading_info=True,
+            use_safetensors=True,
+            **placed,
+            **shared,
+        )
     loaded, found = both
     if found["missing_keys"]:
         # transformers would fill these at random and go on.

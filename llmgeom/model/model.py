@@ -79,11 +79,20 @@ class Model(Reader, Verbs):
 
     @classmethod
     def load(
-        cls, model: str | hub.Located | torch.nn.Module = "", tokenizer: Any = None, *, revision: str | None = None,
-        dtype: str | torch.dtype | None = None, device: str | None = None, quantize: str | None = None,
-        device_map: str | None = None, offline: bool = False, trust_remote_code: bool = False,
-        backend: Backend = "transformers", tokenizer_options: Mapping[str, Any] | None = None,
-    ) -> Model:  # fmt: skip
+        cls,
+        model: str | hub.Located | torch.nn.Module = "",
+        tokenizer: Any = None,
+        *,
+        revision: str | None = None,
+        dtype: str | torch.dtype | None = None,
+        device: str | None = None,
+        quantize: str | None = None,
+        device_map: str | None = None,
+        offline: bool = False,
+        trust_remote_code: bool = False,
+        backend: Backend = "transformers",
+        tokenizer_options: Mapping[str, Any] | None = None,
+    ) -> Model:
         """Load a model by name, or take one in memory; check it, and describe it.
 
         Args:
@@ -240,11 +249,16 @@ class Model(Reader, Verbs):
         return replace(self, tokenizer=reader, facts={**self.facts, "chat": True})
 
     def edit(
-        self, point: str, fn: Callable[..., torch.Tensor] | float | torch.Tensor, *,
+        self,
+        point: str,
+        fn: Callable[..., torch.Tensor] | float | torch.Tensor,
+        *,
         layers: int | slice | range | list[int] | tuple[int, ...] | None = None,
-        positions: str | int | Sequence[int] = "all", heads: int | Sequence[int] | None = None,
-        keys: str | int | Sequence[int] = "all", spec: Mapping[str, Any] | None = None,
-    ) -> Self:  # fmt: skip
+        positions: str | int | Sequence[int] = "all",
+        heads: int | Sequence[int] | None = None,
+        keys: str | int | Sequence[int] = "all",
+        spec: Mapping[str, Any] | None = None,
+    ) -> Self:
         """A subject whose every pass is edited at one point; `Edit` says what x is there.
 
         `subject.edit("value", 0, layers=-1)` silences the last layer's values;
@@ -317,11 +331,19 @@ class Model(Reader, Verbs):
         return tokens
 
     def capture(
-        self, batch: Prompts, sites: str | Iterable[Site | str] = FIRST_LOOK, edits: Sequence[Edit] = (), *,
-        positions: str | int | Sequence[int] = "query", layers: Any = "all", observers: Sequence[Observer] = (),
-        batch_tokens: int = BATCH_TOKENS, store: str | None = None, progress: Callable[[int, int], None] | None = None,
+        self,
+        batch: Prompts,
+        sites: str | Iterable[Site | str] = FIRST_LOOK,
+        edits: Sequence[Edit] = (),
+        *,
+        positions: str | int | Sequence[int] = "query",
+        layers: Any = "all",
+        observers: Sequence[Observer] = (),
+        batch_tokens: int = BATCH_TOKENS,
+        store: str | None = None,
+        progress: Callable[[int, int], None] | None = None,
         resume: Resume | None = None,
-    ) -> Capture:  # fmt: skip
+    ) -> Capture:
         """Run the batch and keep the tensors of `sites` at the chosen positions, by default those under examination.
 
         Args:

@@ -64,9 +64,12 @@ def write_sums(step: Step) -> dict[str, Tensor]:
 
 # During the model's own pass over the main sample.
 WRITES = Observer(
-    NAME, write_sums, everywhere=frozenset({Site.ATTN_OUT}), version="1",
+    NAME,
+    write_sums,
+    everywhere=frozenset({Site.ATTN_OUT}),
+    version="1",
     row_bytes=lambda facts: 4 * facts["layers"] * facts["d_model"] + 8,
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)

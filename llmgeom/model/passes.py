@@ -202,10 +202,19 @@ class Pass:
 
 
 def plan_capture(
-    reader: Reader, batch: Batch, sites: Iterable[Site], edits: Sequence[Edit] = (), *, positions: Positions = "query",
-    layers: Sequence[int] | None = None, observers: Sequence[Observer] = (), batch_tokens: int = BATCH_TOKENS,
-    store: str | None = None, resume: Resume | None = None, alone: bool = False,
-) -> Pass:  # fmt: skip
+    reader: Reader,
+    batch: Batch,
+    sites: Iterable[Site],
+    edits: Sequence[Edit] = (),
+    *,
+    positions: Positions = "query",
+    layers: Sequence[int] | None = None,
+    observers: Sequence[Observer] = (),
+    batch_tokens: int = BATCH_TOKENS,
+    store: str | None = None,
+    resume: Resume | None = None,
+    alone: bool = False,
+) -> Pass:
     """The plan of `Model.capture` with the same arguments; `alone` as `Pass.alone`, for rows at the last position.
 
     Raises:
@@ -244,9 +253,22 @@ def plan_capture(
     ]
     together = at_once(batches, lengths, batch_tokens, rules)
     plan = Pass(
-        batch, tokens, where, examined, sites, edits, batches, sizes, group_batches(sizes, together), tuple(observers),
-        layers=layers, at_once=together, resume=resume, shared=shared, alone=alone,
-    )  # fmt: skip
+        batch,
+        tokens,
+        where,
+        examined,
+        sites,
+        edits,
+        batches,
+        sizes,
+        group_batches(sizes, together),
+        tuple(observers),
+        layers=layers,
+        at_once=together,
+        resume=resume,
+        shared=shared,
+        alone=alone,
+    )
     if store is None or any(not observer.version for observer in plan.observers):
         return plan
     return replace(plan, store=Store(store, *_specs(reader, plan)))

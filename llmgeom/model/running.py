@@ -258,11 +258,20 @@ def one_pass(reader: Reader, plan: Pass, members: list[int]) -> Callable[[], dic
         # Apple's GPU has no float64, which observers count in; it shares the host's memory.
         device = torch.device("cpu") if logits.device.type == "mps" else logits.device
         step = Step(
-            plan.batch.take(members), inputs, lengths, rows[0], rows[1], every[0], every[1], logits.to(device),
+            plan.batch.take(members),
+            inputs,
+            lengths,
+            rows[0],
+            rows[1],
+            every[0],
+            every[1],
+            logits.to(device),
             log_probs.to(device),
             lambda x: reader.unembed(x.to(device)),  # found by trial at its first use only
-            reader.tokenizer, recorder.kept, recorder.kept_everywhere,
-        )  # fmt: skip
+            reader.tokenizer,
+            recorder.kept,
+            recorder.kept_everywhere,
+        )
         for observer in plan.observers:
             tensors |= observer.observe(step)
     # Whether they are finite is copied along with the rest: to ask here would wait for the device once more.

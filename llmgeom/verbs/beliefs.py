@@ -103,9 +103,14 @@ class Beliefs(Reading):
 
 @watched()
 def beliefs(
-    subject: Any, world: Any = "edge-hmm", sequences: int = 16, length: int = 512, rendering: str = "spaces",
-    controls: int = 2, seed: int = 0,
-) -> Beliefs:  # fmt: skip
+    subject: Any,
+    world: Any = "edge-hmm",
+    sequences: int = 16,
+    length: int = 512,
+    rendering: str = "spaces",
+    controls: int = 2,
+    seed: int = 0,
+) -> Beliefs:
     """Beliefs in context: is the exact belief about a process in the residual stream, beyond what readers of a few
     symbols know, and does the answer use it?
 

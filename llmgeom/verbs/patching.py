@@ -172,9 +172,13 @@ def _patched(
     every = [moved(layer, place) for layer in layers for place in range(count)]
     batch = Batch.of([ids])
     runner = Runner(
-        subject, batch, torch.arange(len(ids))[None] >= start, lambda _, x: {"metric": measure(x[0].double()).numpy()},
-        compared=False, clean=clean_pass(subject, batch),
-    )  # fmt: skip
+        subject,
+        batch,
+        torch.arange(len(ids))[None] >= start,
+        lambda _, x: {"metric": measure(x[0].double()).numpy()},
+        compared=False,
+        clean=clean_pass(subject, batch),
+    )
     found = np.full((len(subject.blocks), count if at == "heads" else len(ids)), before)
     here = slice(None) if at == "heads" else slice(start, None)
     if attribution:

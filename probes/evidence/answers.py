@@ -284,8 +284,15 @@ def profile(records: Sequence[Record], facts: Mapping[str, object] | None = None
     result = Result.of(
         "Profile",
         {
-            **line("accuracy", own, "process", "fraction", of_accuracy, interval=("clusters", own_ends),
-                   beside="accuracy_exact"),
+            **line(
+                "accuracy",
+                own,
+                "process",
+                "fraction",
+                of_accuracy,
+                interval=("clusters", own_ends),
+                beside="accuracy_exact",
+            ),
             "accuracy_exact": labelled(exact, "process", "fraction", "accuracy of the exact observer there"),
             **line("resolution", resolved, "process", "fraction", of_used, interval=over_used, null=null),
             **line("weight", weights, "process", "of Bayes' rule", of_weight, interval=over_weighed),
@@ -293,7 +300,7 @@ def profile(records: Sequence[Record], facts: Mapping[str, object] | None = None
         __name__,
         ticks={"process": names},
         facts={SENTENCE: sentence(some)},
-    )  # fmt: skip
+    )
     about = {"kind": "processes", "name": PROFILE, "processes": list(names)}
     return Record(
         results={PROFILE: result},
