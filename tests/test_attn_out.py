@@ -14,7 +14,7 @@ from llmgeom.probe import ProbeInput
 from llmgeom.probes import value_manifold
 from llmgeom.probes.shared import representation_geometry
 from llmgeom.probes.value_manifold import WRITE
-from llmgeom.stats.pca import shares
+from llmgeom.stats.manifold import shares
 from tests.families import FAMILIES, VOCAB
 
 N = 40

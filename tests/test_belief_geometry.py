@@ -12,7 +12,6 @@ from llmgeom.errors import Unavailable
 from llmgeom.model.capture import Capture, Site
 from llmgeom.probe import WHOLE, ProbeInput
 from llmgeom.probes import belief_readout
-from llmgeom.probes.shared import softmax_probe
 from llmgeom.probes.shared.belief_geometry import CORNERS, FURTHER, OF_ALL, measure_belief
 from llmgeom.wind_tunnels import load_world
 from tests.refusals import refused
@@ -142,7 +141,7 @@ def test_a_task_without_a_hidden_state_has_no_belief():
 
 
 def test_a_state_that_is_never_likely_costs_the_belief_and_not_the_read_out(monkeypatch):
-    monkeypatch.setattr(softmax_probe, "PENALTIES", (0.03, 0.001))
+    monkeypatch.setattr(belief_readout, "PENALTIES", (0.03, 0.001))
     view = viewed("edge_hmm", [noise_alone, planted(50.0, 3)], [[noise_alone, noise_alone]], n=20)
 
     def never(capture: Capture) -> Capture:
