@@ -273,13 +273,9 @@ def beliefs(
 def _exact(worlds: Sequence[World], which: np.ndarray, symbols: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """`exact` of each sequence under its own world."""
     parts = [exact(world, symbols[torch.from_numpy(which == j)]) for j, world in enumerate(worlds)]
-    found = []
-    for i in (0, 1):
-        whole = np.empty((len(symbols), *parts[0][i].shape[1:]))
-        for j, part in enumerate(parts):
-            whole[which == j] = part[i]
-        found.append(whole)
-    return found[0], found[1]
+    back = np.argsort(np.argsort(which, kind="stable"))  # in the parts the sequences of one world stand together
+    belief, predictive = (np.concatenate(of)[back] for of in zip(*parts, strict=True))
+    return belief, predictive
 
 
 def _overall(answer: np.ndarray, said: np.ndarray, cluster: np.ndarray) -> dict[str, tuple[float, float, float]]:

@@ -144,9 +144,8 @@ def _counts(symbols: np.ndarray, order: int, count: int) -> np.ndarray:
     for s, row in enumerate(symbols):
         seen: dict[tuple[int, ...], np.ndarray] = {}
         for i in range(len(row)):
-            context = tuple(row[i - order : i]) if order else ()
             if i >= order:
-                seen.setdefault(context, np.full(count, 0.5))[row[i]] += 1
-            now = seen.get(tuple(row[i - order + 1 : i + 1]) if order else (), np.full(count, 0.5))
+                seen.setdefault(tuple(row[i - order : i]), np.full(count, 0.5))[row[i]] += 1
+            now = seen.get(tuple(row[i - order + 1 : i + 1]), np.full(count, 0.5))
             found[s, i] = now / now.sum()
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,6 +15,7 @@ from llmgeom.errors import UserError, brief
 from llmgeom.model.capture import Site
 from llmgeom.model.tokenizing import after_space, shuffle, special_tokens
 from llmgeom.progress import tell, watched
+from llmgeom.stats.information import bits, entropy, kl
 from llmgeom.stats.resampling import mean_intervals
 from llmgeom.verbs.reading import Reading, called
 from llmgeom.verbs.transport import Transport
@@ -122,9 +122,7 @@ def _at_the_last_token(
         where[way.format("first layer")] = float(first.mean())
         where[way.format("first layer interval")] = tuple(mean_intervals(first[None])[0].tolist())
     bands = {"95 % interval over prompts": ("{}, low", "{}, high")}
-    tokens, special = subject.tokens(batch), (0, 0)
-    if subject.tokenizer is not None:
-        special = special_tokens(subject.tokenizer)
+    tokens, special = subject.tokens(batch), special_tokens(subject.tokenizer)
     drawn: dict[str, list[dict[str, np.ndarray]]] = {"untrained copies": [], "shuffled prompts": []}
     for i in range(controls):
         tell("lens of shuffled prompts", i, controls)
@@ -158,9 +156,7 @@ def _read(here: Tensor, final: Tensor, answer: Tensor) -> tuple[Tensor, ...]:
     of KL(final, here)."""
     top = here.max(-1)
     rank = 1 + (here > here.gather(-1, answer[:, None])).sum(-1)
-    entropy = -(here.exp() * here).nan_to_num(0.0).sum(-1) / math.log(2)
-    divergence = (final.exp() * (final - here)).nan_to_num(0.0).sum(-1) / math.log(2)
-    return top.values.exp(), top.indices, rank, entropy, divergence.clamp_min(0.0)
+    return top.values.exp(), top.indices, rank, bits(entropy(here)), bits(kl(final, here)).clamp_min(0.0)
 
 
 def attention(subject: Any, prompt: Prompts, layer: int, head: int) -> Reading:

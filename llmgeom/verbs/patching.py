@@ -158,18 +158,19 @@ def _patched(
         layer: (seen[layer][start : len(ids)].double() - seen[layer][len(ids) + start :].double()).flatten(1)
         for layer in layers
     }
-    count, width = (subject.facts["heads"], subject.facts["head_dim"]) if at != "residual" and point == "z" else (
-        len(ids) - start, 0)  # fmt: skip
     if at == "edges":
         return _edges(subject, ids, start, steps, measure, to, before), after, before
 
     def moved(layer: int, place: int) -> Intervention:
         if at == "heads":
+            width = subject.facts["head_dim"]
             columns = slice(place * width, (place + 1) * width)
             return Intervention("", {(point, layer): add(steps[layer])}, columns)
         return Intervention("", {(point, layer): lambda _, row: steps[layer][row] * (row == place)[:, None]})
 
-    every = [moved(layer, place) for layer in layers for place in range(count)]
+    count = subject.facts["heads"] if at == "heads" else len(ids)
+    here = slice(0 if at == "heads" else start, count)
+    every = [moved(layer, place) for layer in layers for place in range(count - here.start)]
     batch = Batch.of([ids])
     runner = Runner(
         subject,
@@ -179,8 +180,7 @@ def _patched(
         compared=False,
         clean=clean_pass(subject, batch),
     )
-    found = np.full((len(subject.blocks), count if at == "heads" else len(ids)), before)
-    here = slice(None) if at == "heads" else slice(start, None)
+    found = np.full((len(subject.blocks), count), before)
     if attribution:
         (slopes,) = runner.first_order(every, lambda log_probs, _: [measure(log_probs.double()).sum()])
         found[layers, here] += slopes.reshape(len(layers), -1)
