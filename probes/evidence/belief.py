@@ -37,6 +37,7 @@ from llmgeom.probes.evidence.predictions import (
 from llmgeom.probes.shared.nulls import compare
 from llmgeom.result import Estimate, Figure, Result, labelled
 from llmgeom.stats.information import bits
+from llmgeom.stats.weighing import log_odds
 
 BELIEF, SIMPLEX = "sula_belief", "simplex"
 LAST, MIDDLE = "log odds along the labels, last layer", "log odds along the labels, half way"
@@ -170,7 +171,7 @@ def _centred_odds(truth: ExactAnswers) -> np.ndarray:
     log_p = truth.log_p[truth.observed]
     if not np.isfinite(log_p).all():
         raise UserError("an exact probability of 0 has no log odds; leave out the prompts that exclude a label")
-    return log_p - log_p.mean(1, keepdims=True)
+    return log_odds(log_p)
 
 
 def held_out(batch: Batch, rows: np.ndarray, seed: int) -> np.ndarray:
