@@ -7,9 +7,8 @@ import pytest
 from sklearn.linear_model import Ridge as SklearnRidge
 
 from llmgeom.errors import UserError
-from llmgeom.probes.evidence import coordinates
-from llmgeom.probes.evidence.belief import Coordinates, measure_belief
-from llmgeom.probes.evidence.coordinates import HIDDEN, hidden
+from llmgeom.probes.evidence import belief
+from llmgeom.probes.evidence.belief import HIDDEN, Coordinates, hidden, measure_belief
 from llmgeom.probes.evidence.depths import Ridge, blocks
 from llmgeom.probes.evidence.predictions import Read
 from llmgeom.prompts import text as in_text
@@ -43,7 +42,7 @@ def planted(batch, strength, seed=0, more=0.0):
 
 def measure_simplex(batch, models, seed, cut=None):
     """The first of some models, compared with the others on all prompts."""
-    return coordinates.measure_simplex(batch, models[0], Read(batch, models[0], models[1:], cut), seed)
+    return belief.measure_simplex(batch, models[0], Read(batch, models[0], models[1:], cut), seed)
 
 
 def strangers(batch, count=6):

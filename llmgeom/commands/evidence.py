@@ -239,7 +239,7 @@ def question(subject: Model, world: World, settings: RunConfig) -> Plan:
     Raises UserError for a model without a tokenizer, and for prompts that it cannot read.
     """
     from llmgeom.plan import Plan
-    from llmgeom.probes.evidence import answers, belief, controls, coordinates
+    from llmgeom.probes.evidence import answers, belief, controls
     from llmgeom.prompts import text
     from llmgeom.wind_tunnels.exchangeable import Exchangeable
 
@@ -248,7 +248,7 @@ def question(subject: Model, world: World, settings: RunConfig) -> Plan:
     ks = settings.ks or world.KS
     options = {"surfaces": settings.surfaces, "positions": subject.facts["positions"]}
     drawn = partial(text.sample, world, settings.n, settings.seed, subject.tokenizer, **options)
-    probes: dict[str, Any] = {answers.PROCESS: answers, belief.BELIEF: belief, coordinates.COORDINATES: coordinates}
+    probes: dict[str, Any] = {answers.PROCESS: answers, belief.BELIEF: belief, belief.SIMPLEX: belief.AS_POINT}
     conditions = {}
     if isinstance(world, Exchangeable) and world.outcomes == 2 and max(ks) >= controls.LEAST_SHOWN:
         changed = [k for k in ks if k >= controls.LEAST_SHOWN]

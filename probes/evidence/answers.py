@@ -86,7 +86,11 @@ def measure_answers(batch: Batch, model: LabelPredictions, controls: Read | None
         )
     cut = None if controls.without is None else weighing(controls.batch, controls.without)
     without = None if cut is None else (weighing(controls.batch, controls.model), cut, cut.cluster)
-    shuffled = _shuffled(own, np.stack([k, _surfaces(batch)[1][rows]], 1), seed)
+    names, surface, pooled = _surfaces(batch)
+    group = np.unique(np.stack([k, surface[rows]], 1), axis=0, return_inverse=True)[1].ravel()
+    orders = exchanged(group, EXCHANGES, np.random.default_rng([seed, 23]))
+    # [draw] resolution if each prompt has the answer to another with as many observations in the same surface.
+    shuffled = 1 - own.left_of(orders).sum(1) / own.even.sum()
     exact = exact_log_odds(truth.log_p)[1]
 
     def row(name: str, statistic: Statistic, nulls: Sequence[Null] = (), **more: Any) -> Estimate:
@@ -115,7 +119,6 @@ def measure_answers(batch: Batch, model: LabelPredictions, controls: Read | None
     ]
     with suppress(ValueError):  # one observation of two labels: the label shown last is the evidence
         estimates.insert(5, row(RECENCY, lambda w, at: recency(w.z[at], w.e[at], last[rows][at])))
-    names, surface, pooled = _surfaces(batch)
     within = [own.take(np.flatnonzero(surface[rows] == number)) for number in range(len(names))]
     spread = [number for number in np.unique(k) if np.ptp(own.e[k == number], axis=0).max() > TIE]
     predicted, reliable, drawn = _by_decile(model, truth)
@@ -209,13 +212,6 @@ def _resolution(w: Weighing, at: Any = slice(None)) -> float:
 
 def _weight(w: Weighing, at: Any) -> float:
     return weight(w.z[at], w.e[at])
-
-
-def _shuffled(own: Weighing, groups: np.ndarray, seed: int) -> np.ndarray:
-    """[draw] resolution if each prompt has the answer to another with as many observations in the same surface."""
-    group = np.unique(groups, axis=0, return_inverse=True)[1].ravel()
-    orders = exchanged(group, EXCHANGES, np.random.default_rng([seed, 23]))
-    return 1 - own.left_of(orders).sum(1) / own.even.sum()
 
 
 def _surfaces(batch: Batch) -> tuple[tuple[str, ...], np.ndarray, bool]:
