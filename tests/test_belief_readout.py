@@ -90,6 +90,19 @@ def test_reading_is_nested_cross_validation_by_whole_units():
     assert len({*penalties.ravel()}) > 1
 
 
+def test_the_penalty_of_a_fold_is_chosen_without_it():
+    x, log_p, position, clusters = drawn(3, sequences=15, width=9)
+    fold, sites = folds(clusters, 0), [torch.from_numpy(x), torch.from_numpy(x[::-1].copy())]
+    own = read(sites, log_p, position, clusters, 0).penalty
+    changed = 0
+    for held in range(5):
+        other = torch.where(torch.from_numpy(fold == held)[:, None], log_p.roll(1, 1).flip(0), log_p)
+        theirs = read(sites, other, position, clusters, 0).penalty
+        np.testing.assert_array_equal(theirs[:, held], own[:, held])
+        changed += (theirs != own).sum()
+    assert changed, "the others' choices must be free to move, or the test says nothing"
+
+
 def test_what_position_tells_is_not_counted_as_read():
     """A posterior that position decides is read without a residual, and certainty of 0 and 1 is no trouble."""
     position, clusters = torch.arange(4).repeat(10), np.repeat(np.arange(10), 4)
