@@ -114,15 +114,20 @@ def visible_chains(many: int, steps: int, a: float) -> list[Drawn]:
 
 
 def edges(moves: list[Matrix], first: list[float], steps: int) -> list[Drawn]:
-    """Every path of states and the symbols on its edges, moves[symbol][from][to]."""
-    found = []
-    for symbols in product(range(len(moves)), repeat=steps + 1):
-        for path in product(range(len(first)), repeat=steps + 2):
-            weight = first[path[0]] * prod(moves[x][i][j] for x, (i, j) in zip(symbols, pairwise(path), strict=True))
-            if weight:
-                queries = [(t, symbols[t + 1], path[t + 1]) for t in range(steps)]
-                found.append((weight, symbols[:-1], queries))
-    return found
+    """Every possible path of states and the symbols on its edges, moves[symbol][from][to]."""
+    paths = [(weight, (), (state,)) for state, weight in enumerate(first) if weight]
+    for _ in range(steps + 1):
+        paths = [
+            (weight * move[path[-1]][to], (*symbols, x), (*path, to))
+            for weight, symbols, path in paths
+            for x, move in enumerate(moves)
+            for to in range(len(first))
+            if move[path[-1]][to]
+        ]
+    return [
+        (weight, symbols[:-1], [(t, symbols[t + 1], path[t + 1]) for t in range(steps)])
+        for weight, symbols, path in paths
+    ]
 
 
 def ring(many: int, stay: float) -> Matrix:

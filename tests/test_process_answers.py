@@ -168,7 +168,7 @@ def test_evidence_that_says_nothing_is_refused():
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("process") / "run"
     words = ["evidence", "--process", "two-point", "--process", "recall:values=3"]
-    words += ["--n", "12", "--control-models", "2", "--quiet"]
+    words += ["--n", "12", "--control-models", "1", "--quiet"]
     done = CliRunner().invoke(main, [*words, "--out", str(folder), "--json"], catch_exceptions=False)
     assert done.exit_code == 0, done.stderr
     return folder, json.loads(done.stdout)

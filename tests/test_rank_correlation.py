@@ -259,13 +259,12 @@ def test_unit_permutation_holds_five_per_cent_where_row_permutation_does_not():
     assert scipy_stats.binomtest(int((by_row <= 0.05).sum()), 200).proportion_ci().low > 0.08
 
 
-@pytest.mark.parametrize("effect", [lambda u: abs(u - 0.5), lambda u: np.sin(2 * np.pi * u)], ids=["V", "sine"])
-def test_an_effect_that_rises_and_falls_with_length_is_removed(effect):
+def test_an_effect_that_rises_and_falls_with_length_is_removed():
     """Linear in ranks, length left all of 200 correlations significant, and their interval excluded 0."""
     rng, clusters, rejected, covered, repetitions = draws(24), np.arange(75), 0, 0, 100
     for i in range(repetitions):
         length = rng.integers(8, 60, size=75)
-        confounded = 1.5 * scipy_stats.zscore(effect(scipy_stats.rankdata(length) / 75))
+        confounded = 1.5 * scipy_stats.zscore(abs(scipy_stats.rankdata(length) / 75 - 0.5))
         a, b = confounded + rng.normal(size=(2, 75))
         spline = tests.rank_spline(length)
         rejected += tests.correlation_test(a, b, clusters, 199, i, spline).p <= 0.05

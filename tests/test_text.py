@@ -36,7 +36,7 @@ def pocket():
     return AutoTokenizer.from_pretrained(hub.locate("pocket:pythia").path)
 
 
-@pytest.mark.parametrize("spec", ["two-point", "markov", "recall", "stated"])
+@pytest.mark.parametrize("spec", ["two-point", "recall", "stated"])
 def test_neither_position_nor_word_nor_surface_nor_length_predicts_the_answer(spec, pocket):
     """Within k: the exact probability of a mark does not depend on its place in the lead-in or on the word, and its
     entropy on surface or length. A permutation-free z of each difference, 4.5 allowed over some 40 of them."""

@@ -81,7 +81,7 @@ def test_the_fit_of_a_transformer_is_the_mean_of_autograds_jacobians():
                 x = out[0] if isinstance(out, tuple) else out
             return x
 
-        whole = torch.autograd.functional.jacobian(rest, streams[2])[0, :, :, 0]  # [t' d t d]
+        whole = torch.autograd.functional.jacobian(rest, streams[2], vectorize=True)[0, :, :, 0]  # [t' d t d]
         each.append(torch.stack([whole[list(kept), :, t].sum(0) for t in kept]).mean(0))
     several = torch.stack(each)
     np.testing.assert_allclose(fitted.matrices[1], several.mean(0), atol=1e-4)

@@ -17,7 +17,7 @@ import llmgeom
 from llmgeom.errors import UserError
 from llmgeom.model import gguf, hub, tokenizing
 from tests.refusals import refused
-from tests.smollm2 import smollm2, smollm2_tokenizer
+from tests.smollm2 import smollm2
 
 POCKET = Path(llmgeom.__file__).parent / "pocket" / "pythia"
 PROMPTS = ["The capital of France is", "2 + 3 ="]
@@ -111,12 +111,12 @@ def test_a_special_token_that_the_text_brings_is_read_once(tmp_path):
 
 
 def test_a_text_in_the_chat_template_is_not_put_into_it_again():
-    chat = tokenizing.Chat(smollm2_tokenizer(), "smollm2")
-    once = chat.tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
-    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(POCKET)
+    tokenizer.add_tokens(["<|start|>"], special_tokens=True)
+    tokenizer.chat_template = "{% for one in messages %}<|start|>{{ one['content'] }}\n{% endfor %}<|start|>answer"
+    chat, once = tokenizing.Chat(tokenizer, "pocket"), "<|start|>Hi\n<|start|>answer"
     assert chat(["Hi"])["input_ids"] == chat([once])["input_ids"]
-    assert chat(["Hi"])["input_ids"][0].count(chat.tokenizer.convert_tokens_to_ids("<|im_start|>")) == 3
+    assert chat(["Hi"])["input_ids"][0].count(tokenizer.convert_tokens_to_ids("<|start|>")) == 2
     assert [*tokenizing.caveats(chat, ["Hi", once])] == [
         "1 of 2 prompts are written in the chat template already, and are read as they are"
     ]
