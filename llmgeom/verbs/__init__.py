@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from llmgeom.progress import watched
-from llmgeom.verbs import beliefs, heads, lens, patching, steering, transport
+from llmgeom.verbs import beliefs as of_beliefs, heads as of_heads, lens as of_lens, patching, steering, transport
 
 if TYPE_CHECKING:
     from llmgeom.probes.labels.fitted import Probe
@@ -17,12 +17,11 @@ class Verbs:
 
     edit: Callable[..., Self]
 
-    # The modules say what each takes and returns. Where a method has the name of its module, the right side of the line
-    # still means the module.
-    lens, attention, fit_lens = lens.lens, lens.attention, transport.fit_lens
-    heads, copying = heads.heads, heads.copying
+    # Each is documented where it is written.
+    lens, attention, fit_lens = of_lens.lens, of_lens.attention, transport.fit_lens
+    heads, copying = of_heads.heads, of_heads.copying
     patch = patching.patch
-    beliefs = beliefs.beliefs
+    beliefs = of_beliefs.beliefs
     dose_curve, generate = steering.dose_curve, steering.generate
 
     def probe(
