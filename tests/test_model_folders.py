@@ -22,11 +22,7 @@ def test_a_pocket_name_is_a_folder_of_the_package(tmp_path):
     trained, untrained = hub.locate("pocket:phi"), hub.locate("pocket:phi@step0")
     assert trained == hub.Located("pocket:phi", str(tmp_path / "pocket" / "phi"), None, "pocket")
     assert (untrained.path, untrained.step0, trained.step0) == (trained.path, True, False)
-    said = refusal("pocket:lama")
-    assert said == (
-        "pocket:lama: no such pocket model; did you mean pocket:llama? "
-        "here: pocket:llama, pocket:llama-noicl, pocket:phi"
-    )
+    assert "did you mean pocket:llama? here: pocket:llama, pocket:llama-noicl, pocket:phi" in refusal("pocket:lama")
     assert "pocket:phi@step0" in refusal("pocket:phi@step10")
     assert "no revision 'main'" in refusal("pocket:phi", "main")
     assert "here: pocket:llama" in refusal("pocket:")

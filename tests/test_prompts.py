@@ -20,8 +20,6 @@ from studies import corpus
 from tests.source import ROOT
 from tests.templates import EVERY, FILES, most_alike
 
-# ------------------------------------------------------------------------------------------------- domains
-
 
 @pytest.mark.parametrize("name", known())
 def test_a_pool_has_1000_prompts_from_200_templates(name):
@@ -122,9 +120,6 @@ def test_the_same_seed_gives_the_same_prompts_whatever_the_global_generator_and_
         [sys.executable, "-c", code], cwd=ROOT, env={"PYTHONHASHSEED": "1"}, capture_output=True, text=True, check=True
     )
     assert run.stdout.strip() == hashlib.sha256("\n".join(here).encode()).hexdigest()
-
-
-# ------------------------------------------------------------------------------------------------- corpus
 
 
 def test_held_out_templates_never_reach_the_corpus():

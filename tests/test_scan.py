@@ -264,10 +264,8 @@ def test_a_reading_that_is_refused_is_a_row_and_the_other_probes_are_measured(su
     def read(who, captures):
         raise Unavailable("W_K cannot be read")
 
-    probes = {
-        "reads": probe(lambda v: seen(np.zeros(2)), examine=read),
-        "plain": probe(lambda v: seen(np.ones(2))),
-    }
+    plain = probe(lambda v: seen(np.ones(2)))
+    probes = {"reads": probe(lambda v: seen(np.zeros(2)), examine=read), "plain": plain}
     record = run_probes(subject, batch, probes, controls=2)
     assert record.unmeasured == {"reads": "W_K cannot be read"} and set(record.results) == {"plain"}
 

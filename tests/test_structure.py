@@ -26,10 +26,7 @@ LAYERS = (
 )
 PLUGINS = ("probes", "prompts", "reports", "wind_tunnels")
 # Wings that may import little, and what.
-NARROW = {
-    "stats": {"errors", "stats"},
-    "reports": {"errors", "files", "record", "reports", "result", "stats"},
-}
+NARROW = {"stats": {"errors", "stats"}, "reports": {"errors", "files", "record", "reports", "result", "stats"}}
 # Imports that still point up. Entries are only removed.
 UPWARD: set[tuple[str, str]] = {
     ("llmgeom.record", "llmgeom.reports"),  # a notebook that shows a Record asks the reports for its HTML
