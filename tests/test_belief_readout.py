@@ -93,11 +93,11 @@ def test_reading_is_nested_cross_validation_by_whole_units():
 def test_the_penalty_of_a_fold_is_chosen_without_it():
     x, log_p, position, clusters = drawn(3, sequences=15, width=9)
     fold, sites = folds(clusters, 0), [torch.from_numpy(x), torch.from_numpy(x[::-1].copy())]
-    own = read(sites, log_p, position, clusters, 0).penalty
+    own = read(sites, log_p, position, clusters, 0)[1]
     changed = 0
     for held in range(5):
         other = torch.where(torch.from_numpy(fold == held)[:, None], log_p.roll(1, 1).flip(0), log_p)
-        theirs = read(sites, other, position, clusters, 0).penalty
+        theirs = read(sites, other, position, clusters, 0)[1]
         np.testing.assert_array_equal(theirs[:, held], own[:, held])
         changed += (theirs != own).sum()
     assert changed, "the others' choices must be free to move, or the test says nothing"
