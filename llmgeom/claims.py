@@ -57,7 +57,7 @@ def entries(folder: Path = FOLDER) -> Mapping[tuple[str, str], Claim]:
             claim = Claim(**entry)
             if not 0 < claim.effect < math.inf:
                 raise ValueError(f"{where}: effect is {claim.effect:g}; give a number above 0")
-            ends: Sequence[float] = claim.range if isinstance(claim.range, list | tuple) else ()
+            ends = [*claim.range] if isinstance(claim.range, list | tuple) else []
             if [type(end) for end in ends] != [float, float] or not ends[0] < ends[1]:
                 raise ValueError(f"{where}: range is {claim.range!r}; expected [0.0, 1.0], say")
             if claim.equivalence and not claim.claim:

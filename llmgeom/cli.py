@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -133,7 +133,7 @@ class Door(click.Group):
         sys.exit(code if isinstance(code, int) else 0)
 
 
-def _fail(sentence: str, code: int, error: BaseException | None = None, as_json: bool = False) -> None:
+def _fail(sentence: str, code: int, error: BaseException | None = None, as_json: bool = False) -> NoReturn:
     from llmgeom.reports.text import visible
 
     if error is not None:

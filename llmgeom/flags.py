@@ -125,8 +125,9 @@ def check(config: Any) -> None:
                 raise UserError(f"{option.name} {item!r}: expected {expected}")
             if option.choices and item not in option.choices:
                 raise UserError(f"{option.name} {item}: expected {' or '.join(option.choices)}")
-            if option.least is not None and not option.least <= item <= option.most:
-                bound = f"least {option.least:g}" if not item >= option.least else f"most {option.most:g}"
+            number: Any = item  # a flag with a range is one of numbers
+            if option.least is not None and not option.least <= number <= option.most:
+                bound = f"least {option.least:g}" if not number >= option.least else f"most {option.most:g}"
                 raise UserError(f"{option.name} {item}: expected at {bound}")
 
 

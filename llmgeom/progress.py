@@ -152,7 +152,7 @@ def _cell() -> AbstractContextManager[None]:
     """One notebook output that is updated: rich's own bar needs ipywidgets, and a saved notebook would lose it."""
     from IPython.display import display
 
-    output = display({"text/plain": ""}, raw=True, display_id=True)
+    output: Any = display({"text/plain": ""}, raw=True, display_id=True)
 
     def progress(stage: str, done: int, total: int, note: str = "") -> None:
         text = f"{stage}: {done} of {total}{f', {note}' if note else ''}"

@@ -132,7 +132,8 @@ def shared_words(texts: Sequence[str]) -> np.ndarray:
     rows = np.unique(np.linspace(0, len(texts) - 1, min(len(texts), 1000)).astype(int))
     if not any(re.search(WORD, text) for text in texts):
         return np.zeros(len(rows))
-    words = CountVectorizer(binary=True, token_pattern=WORD, dtype=np.float32).fit_transform(texts)
+    words: Any = CountVectorizer(binary=True, token_pattern=WORD).fit_transform(texts)
+    words = words.astype(np.float32)
     size = np.asarray(words.sum(1)).ravel()
     both = (words[rows] @ words.T).toarray()
     both[np.arange(len(rows)), rows] = 0

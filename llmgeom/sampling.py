@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from random import Random
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Bool, Float, Int
 from scipy import special
 from torch import Tensor
+
+_gamma: Any = torch._standard_gamma  # pyright: ignore[reportPrivateImportUsage]  (no public one takes a generator)
 
 
 class Lots:
@@ -69,7 +71,7 @@ def dirichlet(shape: tuple[int, ...], generator: Generator, a: float = 1.0) -> F
     elif a == 1:
         weight = torch.empty(shape, device=generator.device).exponential_(generator=generator)
     else:
-        weight = torch._standard_gamma(torch.full(shape, a, device=generator.device), generator=generator)
+        weight = _gamma(torch.full(shape, a, device=generator.device), generator=generator)
     return weight / weight.sum(-1, keepdim=True)
 
 
@@ -77,7 +79,7 @@ def beta(n: int, a: float, b: float, generator: Generator) -> Float[Tensor, "n 1
     """Numbers from Beta(a, b): X / (X + Y) of two Gamma variables."""
     if isinstance(generator, Lots):
         return torch.from_numpy(special.betaincinv(a, b, generator.random((n, 1)).numpy()))
-    gamma = torch._standard_gamma(constants([a, b], generator.device).expand(n, 2), generator=generator)
+    gamma = _gamma(constants([a, b], generator.device).expand(n, 2), generator=generator)
     return (gamma[:, :1] / gamma.sum(1, keepdim=True)).float()
 
 

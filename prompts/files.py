@@ -349,7 +349,8 @@ def _open(spec: str, name: str, config: str | None, seed: int, offline: bool) ->
     local = os.path.isdir(name)
     silent = offline or local or not hub.answers(name)
     # Otherwise datasets retries for half a minute; it has its own copy of the switch.
-    settings: Any = datasets.config
+    library: Any = datasets
+    settings = library.config
     before, settings.HF_HUB_OFFLINE = settings.HF_HUB_OFFLINE, settings.HF_HUB_OFFLINE or silent
     with silence() if silent else nullcontext():
         try:
@@ -362,7 +363,7 @@ def _open(spec: str, name: str, config: str | None, seed: int, offline: bool) ->
             settings.HF_HUB_OFFLINE = before
     split = next((s for s in _SPLITS if s in found), next(iter(found)))
     facts = {"config": builder.config.name, "split": split, "version": str(builder.hash or builder.info.version)}
-    rows = found[split]
+    rows: Any = found[split]
     # A cached set is no stream: it is shuffled whole.
     return iter(rows.shuffle(seed=seed, buffer_size=BUFFER) if streaming else rows.shuffle(seed=seed)), facts
 

@@ -317,8 +317,8 @@ def tables(record: Record) -> dict[str, Columns]:
     metrics: dict[str, list] = {}
     for probe, measured in sorted(record.results.items()):
         for name, quantity in measured.quantities.items():
-            array, axes = np.asarray(measured.arrays[name]), quantity.axes
-            if axes[:1] == ("prompt",) and len(axes) < 3 and len(array) == count:
+            array, axes = np.asarray(measured.arrays[name]), [*quantity.axes]
+            if axes[:1] == ["prompt"] and len(axes) < 3 and len(array) == count:
                 flat = array.reshape(count, -1)
                 places = _ticks(measured.ticks, axes[1], flat.shape[1]) if axes[1:] else [""]
                 for place, column in zip(places, flat.T, strict=True):

@@ -26,7 +26,11 @@ class Exchangeable(World):
     """
 
     KS: ClassVar[tuple[int, ...]] = (0, 1, 2, 4, 8)
-    memorisable = "the answer depends on the counts of the symbols alone: a table of a few hundred entries"
+
+    @property
+    def memorisable(self) -> str:
+        """See `World`."""
+        return "the answer depends on the counts of the symbols alone: a table of a few hundred entries"
 
     steps: int = 24
 

@@ -98,7 +98,8 @@ def price(
         works = [work for _, _, work in plan.every()]
         pooled = np.concatenate([*who.pools, np.zeros(0, dtype=np.int64)])
         copies, edited = len(plan.draws.get(UNTRAINED, ())), 0
-        for probe in [probe for probe in plan.probes.values() if hasattr(probe, "priced")]:
+        priced: list[Any] = [probe for probe in plan.probes.values() if hasattr(probe, "priced")]
+        for probe in priced:
             edited += probe.priced(who, plan.inputs[MAIN])
             if UNTRAINED in probe.NEEDS.controls:
                 read = min(copies, getattr(probe, "copies", copies))

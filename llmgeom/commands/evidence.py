@@ -123,7 +123,7 @@ def in_context(subject: Model, settings: RunConfig) -> Shown:
     from llmgeom.verbs.belief_use import BELIEF, CHANCE, PATCH
     from llmgeom.verbs.beliefs import ABLATED, ALL, KL, SHUFFLED
 
-    several = settings.processes if len(settings.processes) > 1 else settings.processes[0]
+    several = [*settings.processes] if len(settings.processes) > 1 else next(iter(settings.processes))
     options = {"length": settings.length, "controls": settings.nulls, "seed": settings.seed}
     found = subject.beliefs(several, rendering=(settings.surfaces or ("spaces",))[0], **options)
 

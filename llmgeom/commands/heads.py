@@ -52,19 +52,19 @@ def look(subject: Model, settings: RunConfig) -> Shown:
     lines, kinds = [""], [kind for kind in heads.values if not kind.startswith("error")]
     for kind in kinds:
         top = frame.nlargest(SHOWN, kind)
-        each = [f"L{row.layer}H{row.head} {score:.2f}" for row, score in zip(top.itertuples(), top[kind], strict=True)]
+        each = [f"L{a}H{b} {score:.2f}" for a, b, score in zip(top["layer"], top["head"], top[kind], strict=True)]
         low, high = bands[kind]
         lines.append(f"{kind:<16} {', '.join(each):<42} untrained: {low:.2f} to {high:.2f}")
     pictures, top = [(heads, kind) for kind in kinds], frame.nlargest(max(settings.ablate, 1), "induction")
     above = int((heads["induction"] > bands["induction"][1]).sum())
-    best = next(top.itertuples())
+    layer, head, weight = (top[name].iloc[0] for name in ("layer", "head", "induction"))
     sentences = [
         f"{above} of {heads['induction'].size} heads look at the token after the earlier copy more than any head of "
-        f"{settings.controls} untrained cop{'y' if settings.controls == 1 else 'ies'} does; L{best.layer}H{best.head} "
-        f"with weight {best.induction:.2f} (spread evenly: {heads.attrs['even attention']:.3f})."
+        f"{settings.controls} untrained cop{'y' if settings.controls == 1 else 'ies'} does; L{layer}H{head} "
+        f"with weight {weight:.2f} (spread evenly: {heads.attrs['even attention']:.3f})."
     ]
     if settings.ablate:
-        chosen = [(row.layer, row.head) for row in top.itertuples()]
+        chosen = [*zip(top["layer"].tolist(), top["head"].tolist(), strict=True)]
         lost = subject.copying(chosen, settings.length, settings.sequences, 2 * settings.controls, settings.seed)
         value, low, high = (float(lost[name][1]) for name in ("lost", "lost, low", "lost, high"))
         random = lost["lost"][2:]

@@ -183,8 +183,11 @@ def read_pairs(path: str) -> dict[str, list[str]]:
     import pandas
 
     try:
-        table = pandas.read_csv(path, dtype=str, keep_default_na=False) if path.endswith(".csv") else pandas.read_json(
-            path, lines=True, dtype=False)  # fmt: skip
+        if path.endswith(".csv"):
+            table = pandas.read_csv(path, dtype=str, keep_default_na=False)
+        else:
+            as_written: Any = False
+            table = pandas.read_json(path, lines=True, dtype=as_written)
     except (OSError, ValueError) as error:
         raise UserError(f"--pairs {path}: {error}; expected .csv, or .jsonl with an object a line") from error
     if lacking := [name for name in ("clean", "corrupt", "answer", "instead") if name not in table]:

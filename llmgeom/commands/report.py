@@ -53,10 +53,11 @@ def main(config: RunConfig) -> int:
 
     loaded = {run: Record.load_all(run) for run in config.runs}
     records = [record for run in config.runs for record in loaded[run].values()]
-    comparison, name, lines = _compared(config, loaded) if len(config.runs) > 1 else (None, "report.html", [])
-    path = Path(config.out or Path(config.runs[0]) / name)
+    comparison, name, lines = _compared(config, loaded) if len(loaded) > 1 else (None, "report.html", [])
+    first = next(iter(loaded))
+    path = Path(config.out or Path(first) / name)
     # The snapshots of `llmgeom dynamics` lie inside its run folder.
-    inside = [at.parent for at in Path(config.runs[0]).glob("step*/record.json")]
+    inside = [at.parent for at in Path(first).glob("step*/record.json")]
     steps = {int(at.name[4:]): at for at in inside if re.fullmatch(r"step\d{1,18}", at.name)}
     if len(records) == 1 and steps:
         html = steps_page(records[0], {step: Record.load_one(at) for step, at in sorted(steps.items())})

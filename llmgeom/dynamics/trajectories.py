@@ -134,7 +134,8 @@ class Trajectory:
     def ratio(self, metric: str, first: str, second: str) -> tuple[float, float, float]:
         """One of RATIOS, the least and the largest that the snapshots allow. Raises UserError."""
         if metric == LEFT:
-            return (float(self.curve(first)[-1] / self.curve(second)[-1]),) * 3
+            left = float(self.curve(first)[-1] / self.curve(second)[-1])
+            return left, left, left
         return self.settled(first).over(self.settled(second))
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -247,7 +248,7 @@ def attention_rows(
     """
     heads, width, dim = query.shape[1], key.shape[2], query.shape[3]
     kv_heads = key.shape[1]
-    scaling = dim**-0.5 if scaling is None else scaling
+    factor = dim**-0.5 if scaling is None else scaling
     if not len(prompt):  # a batch may have no queried position at all
         return query.new_zeros(0, heads, width, dtype=torch.float32)
     if query.device.type == "cpu" and len(prompt) >= 4 * len(key):
@@ -255,7 +256,7 @@ def attention_rows(
         parts, seen = [], 0
         for one, rows in zip(*(x.tolist() for x in prompt.unique_consecutive(return_counts=True)), strict=True):
             q = query[one][:, position[seen : seen + rows]].to(dtype).view(kv_heads, -1, dim)
-            scores = (q @ key[one].to(dtype).mT).mul_(scaling).view(heads, rows, width).transpose(0, 1)
+            scores = (q @ key[one].to(dtype).mT).mul_(factor).view(heads, rows, width).transpose(0, 1)
             parts.append(softmaxed(scores, closed[seen : seen + rows], softcap=softcap, s_aux=s_aux))
             seen += rows
         return torch.cat(parts)
@@ -266,7 +267,7 @@ def attention_rows(
         b, t = prompt[at : at + step], position[at : at + step]
         k = (key if one_each else key[b]).to(dtype)
         q = query[b, :, t].to(dtype).view(len(b), kv_heads, heads // kv_heads, dim)
-        scores = (q @ k.mT).mul_(scaling).view(len(b), heads, width)
+        scores = (q @ k.mT).mul_(factor).view(len(b), heads, width)
         parts.append(softmaxed(scores, closed[at : at + step], softcap=softcap, s_aux=s_aux))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -352,7 +353,7 @@ def interface_kind(model: PreTrainedModel, name: str) -> str:
 
 def implementation(model: PreTrainedModel) -> str:
     """The name of the model's own attention now, also while ours stands in its place."""
-    config = model.config.get_text_config()
+    config: Any = model.config.get_text_config()
     with _lock:
         return _attached[id(config)][1] if id(config) in _attached else config._attn_implementation
 
@@ -364,7 +365,7 @@ def attached(model: PreTrainedModel, name: str) -> Iterator[None]:
     Counted by config object, since two models, or two threads, may share one. The config is set directly:
     set_attn_implementation walks all modules to end in the same assignment, which a small model feels.
     """
-    config = model.config.get_text_config()
+    config: Any = model.config.get_text_config()
     key = id(config)
     kind = interface_kind(model, name)
     with _lock:
@@ -393,7 +394,7 @@ def recording(recorder: Recorder, blocks: Sequence[Block], output: nn.Module | N
     begin = resumed.start if resumed is not None else 0  # layer 0 reads the tokens themselves
 
     # kwargs may be missing: torch notes with_kwargs after the hook itself, and another thread may be in between.
-    def enter(index, module, args, kwargs=None):
+    def enter(index, module, args, kwargs: Any = None):
         if active.get() is not recorder:
             return None
         x = args[0] if args else kwargs["hidden_states"]

@@ -159,7 +159,8 @@ class Edit:
             where: Of all prompts.
             real: [prompt position] bool, without pads.
         """
-        for what, chosen in (("positions", self.positions), ("keys", self.keys)):
+        places_of: dict[str, Positions] = {"positions": self.positions, "keys": self.keys}
+        for what, chosen in places_of.items():
             if not (where.at(chosen) & real).any():
                 places = f"tokens {[*chosen]}" if isinstance(chosen, TokenIds) else f"{what} {chosen!r}"
                 raise UserError(
@@ -347,7 +348,7 @@ def integers(chosen: Any, what: str, expected: str) -> tuple[int, ...]:
         UserError: Something else, True and False among it: a mask would be read as the numbers 1 and 0.
     """
     try:
-        several = [*chosen] if isinstance(chosen, Iterable) and getattr(chosen, "ndim", True) else [chosen]
+        several: list[Any] = [*chosen] if isinstance(chosen, Iterable) and getattr(chosen, "ndim", True) else [chosen]
         if not any(isinstance(number, bool) for number in several):
             return tuple(index(number) for number in several)
     except TypeError:

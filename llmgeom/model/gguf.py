@@ -211,8 +211,9 @@ def _watched(placed: set[str], held: Any) -> Iterator[None]:
     """The older of transformers' readers draws a bar of its own, and drops tensors: the bar reports to ours, and the
     names of the tensors that it can place are added to `placed`. It also opens the file three times, and lists the
     names of an architecture for each module: with one reader, `held`, and one list SmolLM2 takes 10 s for 24."""
-    from transformers import modeling_gguf_pytorch_utils as reader
+    from transformers import modeling_gguf_pytorch_utils
 
+    reader: Any = modeling_gguf_pytorch_utils
     gguf = imported("gguf")
 
     def told(tensors: Iterable[Any], **_: Any) -> Iterator[Any]:

@@ -228,6 +228,7 @@ def one_pass(reader: Reader, plan: Pass, members: list[int]) -> Callable[[], dic
     rows: Any = plan.where[members, :width].nonzero(as_tuple=True)  # (prompt, position), as those below
     every: Any = (torch.arange(width) < lengths[:, None]).nonzero(as_tuple=True) if plan.everywhere else rows
     examined, resumed, run, at, every_at = plan.examined[members, :width], None, inputs, rows, every
+    runs: Any = None
     if plan.resume is not None:
         resumed = plan.resume.of(members, lengths)
         run, examined = resumed.cut(inputs), resumed.cut(examined) & (resumed.position < width)
@@ -240,6 +241,7 @@ def one_pass(reader: Reader, plan: Pass, members: list[int]) -> Callable[[], dic
     logits = reader.forward.run(recorder, run)
     _check_pass(reader, plan, recorder)
     tensors: dict[Any, Tensor] = {key: tensor for key, tensor in recorder.kept.items() if plan.keeps(key)}
+    log_probs: Any = None
     if plan.sites & OUTPUTS or plan.observers:
         log_probs = logits.log_softmax(-1, dtype=torch.float32)
         if Site.ENTROPY in plan.sites:

@@ -135,7 +135,7 @@ class BridgeForward(Forward):
                     f"which is not {heads} heads of {dim}; {OTHERWISE}"
                 )
             y = x.reshape(*x.shape[:2], heads, -1)
-        edited = [point for point in POINTS if point == site.value and (point, layer) in recorder.edits]
+        edited: list[Point] = [point for point in POINTS if point == site.value and (point, layer) in recorder.edits]
         for point in edited:
             y = recorder.edit(point, layer, y)
         recorder.keep(site, layer, y)

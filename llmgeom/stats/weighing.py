@@ -104,7 +104,7 @@ def _affine(z: np.ndarray, p: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         hessian[:, 1:, 1:] += np.einsum("dj,jl->djl", r.mean(1), np.eye(k)) - np.einsum("dnj,dnl->djl", r, r) / len(p)
         slope = np.concatenate([((r - p) * z).sum(-1).mean(-1)[:, None], (r - p).mean(1)], 1) + RIDGE * theta
         step = np.linalg.solve(hessian, slope[..., None])[..., 0]
-        size = np.ones(len(z))
+        size, new = np.ones(len(z)), theta
         for _ in range(20):
             new = theta - size[:, None] * step
             worse = loss(new) > best

@@ -78,7 +78,7 @@ class Beliefs(Reading):
         )  # fmt: skip
         for i, (name, rows) in enumerate(self.points.items()):
             x, y = ((rows[best] if name == "read-out" else rows) @ onto).T.tolist()
-            where = {"row": i // 2 + 1, "col": i % 2 + 1}
+            where: Any = {"row": i // 2 + 1, "col": i % 2 + 1}
             marks = Scatter(x=x, y=y, mode="markers", marker={"size": 4, "color": colours}, showlegend=False)
             figure.add_trace(marks, **where)
             across, up = np.append(onto, onto[:1], 0).T.tolist()

@@ -67,8 +67,8 @@ def mixture(worlds: Sequence[World], symbols: Tensor) -> tuple[np.ndarray, np.nd
         told = torch.cat([ahead, torch.from_numpy(predictive[:, :-1]).log()], 1)
         evidence.append(told.gather(2, symbols[..., None])[..., 0].cumsum(1))
     share = torch.stack(evidence).softmax(0).numpy()[..., None]  # [world sequence symbol 1]
-    belief, predictive = (sum(s * each[i] for s, each in zip(share, known, strict=True)) for i in (0, 1))
-    return belief, predictive
+    belief, predictive = (np.stack(one) for one in zip(*known, strict=True))  # [world sequence symbol number]
+    return (share * belief).sum(0), (share * predictive).sum(0)
 
 
 def written(

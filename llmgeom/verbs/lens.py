@@ -190,7 +190,7 @@ def one_prompt(subject: Any, prompt: Prompts) -> tuple[list[int], tuple[str, ...
 def asking(ids: Tensor, places: Iterable[int]) -> Batch:
     """Sequences of one length, ids [sequence place], each its own cluster, queried at some places."""
     query = torch.isin(torch.arange(ids.shape[1]), torch.tensor([*places]))
-    return replace(Batch.of(ids), query=query.expand(ids.shape))
+    return replace(Batch.of(ids.tolist()), query=query.expand(ids.shape))
 
 
 def texts_of(subject: Any, ids: list[int]) -> tuple[str, ...]:

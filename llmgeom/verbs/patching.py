@@ -241,7 +241,7 @@ def _edges(
     for layer in dict.fromkeys(layer for layer, _ in senders):
         weights = [output_weight(subject, layer, head).double() for head in range(heads)]
         z, out = seen[Site.Z, layer].double(), seen[Site.ATTN_OUT, layer].double()
-        rest = out - sum(z[:, head].to(w) @ w for head, w in enumerate(weights)).to(out)
+        rest = out - torch.stack([z[:, head].to(w) @ w for head, w in enumerate(weights)]).sum(0).to(out)
         if (rest - rest.mean(0)).norm() > SAME * (out - out.mean(0)).norm():  # a bias is the same everywhere
             raise Unavailable(
                 f"{subject.name}: what a head writes is normalised before it is added; edges are not known"

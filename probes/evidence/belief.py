@@ -222,7 +222,7 @@ def measure_simplex(batch: Batch, model: Coordinates, read: Read, seed: int) -> 
     if found is not None and found_read is not None:
         (state, chain), (state_read, chain_read) = found, found_read
         parts["state"] = by_depth(line(state, *main), line(state_read, *controls), "along")
-        target, fewer = _centred(chain[rows], k), _centred(chain_read[some], few)
+        target, fewer, reason = _centred(chain[rows], k), _centred(chain_read[some], few), ""
         varies = target.std(0) >= LEAST_APART
         if still := ", ".join(str(i + 1) for i in np.flatnonzero(~varies)):
             reason = f"of {len(varies)} hidden chains, the probability of chain {still} hardly varies at equal k"

@@ -206,7 +206,7 @@ class Ridge:
         return []
 
 
-def blocks(groupings: Sequence[Sequence], seed: int) -> Int[np.ndarray, "row grouping"]:
+def blocks(groupings: Sequence[Any], seed: int) -> Int[np.ndarray, "row grouping"]:
     """Blocks that hold out whole groups of every grouping.
 
     A grouping needs no blocks of its own if another one already holds out its groups (each lies in one group of the

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -258,7 +258,7 @@ class AxisProbe:
         """The activations that are edited."""
         return Site.VALUE
 
-    @cached_property
+    @property
     def NEEDS(self) -> Needs:
         return Needs(
             sites=PROMPT_SITES | {self.site},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -195,7 +195,7 @@ class ComponentProbe:
     exact: bool = True
     copies: int = CONTROLS
 
-    @cached_property
+    @property
     def NEEDS(self) -> Needs:
         here = {Site(point) for point in POINTS[self.kind]} if self.task is None or self.positions == "query" else set()
         return Needs(
@@ -275,7 +275,9 @@ def question(
     if why := subject.partial({Site(point) for point in POINTS[kind]}):
         raise Unavailable(f"{subject.name}: {why}")
     estimation, evaluation = halves(batch, seed)
-    methods = [way for way in METHODS[kind] if way != "resample" or task is not None or positions == "query"]
+    methods: list[Method] = [
+        way for way in METHODS[kind] if way != "resample" or task is not None or positions == "query"
+    ]
     copies = {
         method: nulls or (CONTROLS if task or (kind, method) == ("blocks", "mean") else UNCLAIMED) for method in methods
     }

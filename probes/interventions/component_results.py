@@ -29,7 +29,7 @@ EVIDENCE = "largest rise of the evidence error"
 FIRST, TENFOLD = "share of the first layer's heads", "error without the weakest middle block"
 BOUNDS = {SECOND: 0.5, TENFOLD: 10.0}  # numbers in a claim's sentence, which the value must pass, too
 OVER_BOTH = (MLP_SHARE, MLP_EVIDENCE)  # compared with one half, and with copies over the model's own total
-CLAIMED = dict.fromkeys(OVER_BOTH, "mean")  # the method of a claim; "zero", as published, for all others
+CLAIMED: dict[str, str] = dict.fromkeys(OVER_BOTH, "mean")  # the method of a claim; of all others "zero", as published
 POSITIONS = {
     "query": "direct effect at the last token: ablated there alone, so that what is written at earlier tokens stays",
     "all": (

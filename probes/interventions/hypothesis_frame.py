@@ -197,7 +197,7 @@ def frames_of(subject: Model, ids: list[int]) -> Frames:
             grams.append(torch.stack([v @ v.T, k @ k.T, v @ u.T, k @ v.T]))
     by_head = torch.stack(grams).unflatten(0, (-1, facts["heads"])).numpy()
     value, key, value_out, key_value = (by_head[:, :, i] for i in range(4))
-    return Frames(value, key, (u @ u.T).numpy(), value_out, key_value, w_v.shape[1], len(w_q))
+    return Frames(value, key, (u @ u.T).numpy(), value_out, key_value, facts["head_dim"], width)
 
 
 @torch.no_grad()

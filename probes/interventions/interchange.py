@@ -372,7 +372,7 @@ class InterchangeProbe:
         """Estimation and evaluation half. Raises UserError as `Pairs.of` and `Pairs.halves`."""
         return Pairs.of(self.task, self.n, self.seed, self.task.test_split).halves(self.seed)
 
-    @cached_property
+    @property
     def NEEDS(self) -> Needs:
         options: dict[str, Any] = {"seed": self.seed, "batch_tokens": self.batch_tokens}
 

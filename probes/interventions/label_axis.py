@@ -143,7 +143,7 @@ def question(
             Estimate.of(saved.claim)  # a page shows it
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"--axis: the claim in the file cannot be read ({error}): run llmgeom probe again") from None
-    point = next(name for name in POINTS if name == saved.site.value)
+    point: Point = next(name for name in POINTS if name == saved.site.value)
     if saved.position != LAST and positions != "all":
         raise UserError(
             f"--axis: the direction was fitted at position {saved.position}, and the edit is at the final token: give "

@@ -167,11 +167,12 @@ def _arrays(path: str, name: str) -> dict[str, np.ndarray]:
         import pyarrow
         from pyarrow import compute, parquet
 
+        made: Any = compute  # its functions are made when it is imported
         table, found = parquet.read_table(path), {}
         for key in table.column_names:
             column, shape = pyarrow.concat_arrays(table[key].chunks), [table.num_rows]
             while pyarrow.types.is_list(column.type) or "list" in str(column.type):
-                lengths = compute.unique(compute.list_value_length(column)).to_pylist()
+                lengths = made.unique(made.list_value_length(column)).to_pylist()
                 if len(lengths) != 1 or lengths[0] is None:
                     raise ValueError(f"the lists of column {key!r} have {len(lengths)} lengths")
                 shape.append(lengths[0])

@@ -72,8 +72,9 @@ def scored(
     for row, own in zip(nats, log_prob, strict=True):
         row[: len(own)] = own
     probability = np.exp(nats - np.logaddexp.reduce(nats, axis=1, keepdims=True))
-    if entropy is None:
-        entropy = -(probability * np.log2(np.where(probability > 0, probability, 1))).sum(1)
+    unsure = entropy
+    if unsure is None:
+        unsure = -(probability * np.log2(np.where(probability > 0, probability, 1))).sum(1)
     answer, sure = probability.argmax(1), probability.max(1)
     rows, why = np.arange(len(right)), few_orders(right, clusters)
     orders = moved(right, clusters, DRAWS, seed)[: 0 if why else DRAWS]
@@ -107,7 +108,7 @@ def scored(
         "right_probability": labelled(
             probability[rows, right], "prompt", "fraction", "probability of the right among the answers"
         ),
-        "entropy": labelled(entropy, "prompt", "bits", asked),
+        "entropy": labelled(unsure, "prompt", "bits", asked),
         "tokens": labelled(tokens, "prompt", "count", "tokens of each prompt"),
     }
     return Result.of(
@@ -125,7 +126,7 @@ def scored(
             measured(
                 "AUROC of the largest probability", lambda subset, truth: ranking(sure[subset], answer[subset] == truth)
             ),
-            measured("AUROC of low entropy", lambda subset, truth: ranking(-entropy[subset], answer[subset] == truth)),
+            measured("AUROC of low entropy", lambda subset, truth: ranking(-unsure[subset], answer[subset] == truth)),
         ),
         notes=(*notes, f"at most {BINS} bins of equally many prompts"),
         warnings=(f"accuracy, Brier score and AUROC have no control: {why}",) if why else (),

@@ -206,10 +206,10 @@ class Probe(BaseEstimator):
         """The same as a table."""
         return self.curve.frame()
 
-    def __repr__(self) -> str:
-        return f"<{self.curve.title}>" if hasattr(self, "curve") else super().__repr__()
+    def __repr__(self, N_CHAR_MAX: int = 700) -> str:
+        return f"<{self.curve.title}>" if hasattr(self, "curve") else super().__repr__(N_CHAR_MAX)
 
-    def _repr_html_(self) -> str:
+    def _repr_html_(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]  (a property in scikit-learn)
         return self.curve._repr_html_()
 
     @property

@@ -158,7 +158,7 @@ class GradeProbe:
     corrupt: float = 0.0
     states_held_out: bool = False
 
-    @cached_property
+    @property
     def NEEDS(self) -> Needs:
         return Needs(
             controls=frozenset({UNTRAINED}),

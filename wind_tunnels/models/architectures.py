@@ -188,7 +188,7 @@ class RowsConfig(PreTrainedConfig):
     """
 
     model_type = "llmgeom_rows"
-    sub_configs = {"text_config": AutoConfig}  # noqa: RUF012 (transformers' own way to say so)
+    sub_configs: Any = {"text_config": AutoConfig}  # noqa: RUF012 (transformers' own way to say so)
 
     features: int = 1
     text_config: dict | PreTrainedConfig | None = None
