@@ -173,9 +173,25 @@ class Plan:
         selected = {"layers": layers, "sites": None if sites is None else [*sites], "positions": positions}
         selected = {key: value for key, value in selected.items() if value not in ("all", None, "last")}
         return cls(
-            subject, batch, measured, {name: why for name, why in reasons.items() if why}, needs, inputs, of_controls,
-            subset, draws, no_context, chosen, kept, controls, seed, batch_tokens, {**selected, **facts}, notes, finish,
-        )  # fmt: skip
+            subject,
+            batch,
+            measured,
+            {name: why for name, why in reasons.items() if why},
+            needs,
+            inputs,
+            of_controls,
+            subset,
+            draws,
+            no_context,
+            chosen,
+            kept,
+            controls,
+            seed,
+            batch_tokens,
+            {**selected, **facts},
+            notes,
+            finish,
+        )
 
     @cached_property
     def reader(self) -> Any:

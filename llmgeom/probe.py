@@ -189,13 +189,18 @@ class FunctionProbe:
         found = Estimate(
             # A number and its controls: no claim.
             rule=Claim(name=meaning.rstrip("."), unit="", side="upper", effect=0.0),
-            value=value, low=interval.low, high=interval.high, method=interval.method, n=len(prompts),
-            clusters=len(set(clusters.tolist())), deletions=interval.deletions,
+            value=value,
+            low=interval.low,
+            high=interval.high,
+            method=interval.method,
+            n=len(prompts),
+            clusters=len(set(clusters.tolist())),
+            deletions=interval.deletions,
             controls=tuple(
                 Control(null.name, null.draws, null.centre, null.low, null.high)
                 for null in sorted(nulls, key=lambda null: -null.high)
             ),
-        )  # fmt: skip
+        )
         drawn = {FIGURE: figure.to_json()} if figure is not None else {}
         return Result(self.function.__name__.replace("_", " "), (found,), facts=drawn)
 

@@ -127,12 +127,21 @@ def measure(view: ProbeInput) -> Result:
     return Result.of(
         "Attention focus",
         {
-            **line("normalised", main["all"].mean(1), "layer", unit, f"{said}; dashed: without context",
-                   beside=beside, null=of_t),
-            beside: labelled(None if cut is None else cut["all"].mean(1), "layer", unit,
-                             f"{said}, trained model without context"),
-            "entropy": labelled(bits(entropy), "layer head", "bits", "attention entropy of the final query",
-                                Figure("heatmap")),
+            **line(
+                "normalised",
+                main["all"].mean(1),
+                "layer",
+                unit,
+                f"{said}; dashed: without context",
+                beside=beside,
+                null=of_t,
+            ),
+            beside: labelled(
+                None if cut is None else cut["all"].mean(1), "layer", unit, f"{said}, trained model without context"
+            ),
+            "entropy": labelled(
+                bits(entropy), "layer head", "bits", "attention entropy of the final query", Figure("heatmap")
+            ),
             **line("rest", main["rest"].mean(1), "layer", "fraction of log2 (T-1)", without_first, null=of_rest),
             "first": labelled(first, "layer head", "fraction", "weight on the first token", Figure("heatmap")),
         },
@@ -144,7 +153,7 @@ def measure(view: ProbeInput) -> Result:
         warnings=tuple(_warnings(view.observations, long, seen, layers)),
         unmeasured=unmeasured,
         facts={SENTENCE: shape(main["all"].mean(1), list(chosen))} if layers > 2 else {},
-    )  # fmt: skip
+    )
 
 
 def shape(curve: np.ndarray, layers: Sequence[int]) -> str:

@@ -186,7 +186,9 @@ def _read_out(view: ProbeInput) -> Result:
         {
             **missed_at("site", said, over, model, untrained, clusters),
             NO_CONTEXT_CURVE: labelled(
-                None if no_context is None else no_context.mean(1), "site", "bits",
+                None if no_context is None else no_context.mean(1),
+                "site",
+                "bits",
                 "the same in the trained model without context",
             ),
             "position": labelled(of_position, "", "bits", alone),
@@ -198,7 +200,7 @@ def _read_out(view: ProbeInput) -> Result:
         warnings=tuple(warnings),
         notes=(f"{len(set(clusters))} sequences, {len(rows)} queries, seed {view.seed}",),
         ticks={"site": (*sites, "out")},
-    )  # fmt: skip
+    )
 
 
 def missed_at(

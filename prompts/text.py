@@ -98,16 +98,18 @@ def sample(
             statement = world.statement(inputs[i], marks)
             items = [nouns[item] for item in drawn.items[i]]
             two = {"first": marks[0], "second": marks[1], "n1": seen[i].count(0)} if len(marks) == 2 else {}
-            rows.append({
-                "text": SURFACES[surface].prompt(statement, marks, items, shown),
-                "cluster": "-".join(sorted(own)),
-                "k": k,
-                "surface": surface,
-                "marks": " ".join(marks),
-                "seen": "".join(map(str, seen[i])),
-                "items": " ".join(map(str, drawn.items[i])),
-                **two,
-            })  # fmt: skip
+            rows.append(
+                {
+                    "text": SURFACES[surface].prompt(statement, marks, items, shown),
+                    "cluster": "-".join(sorted(own)),
+                    "k": k,
+                    "surface": surface,
+                    "marks": " ".join(marks),
+                    "seen": "".join(map(str, seen[i])),
+                    "items": " ".join(map(str, drawn.items[i])),
+                    **two,
+                }
+            )
         parts.append(_exact(drawn.world, inputs) | {"target": drawn.target})
     text, cluster = (tuple(row.pop(name) for row in rows) for name in ("text", "cluster"))
     answers = None

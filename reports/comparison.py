@@ -175,11 +175,16 @@ class Comparison:
                 lines.append(f"curve {curve['probe']}.{curve['name']}: {where}, {said}")
             lines += pair.notes
             rows = [
-                (f"{s['probe']}: {s['of']}", f"{s['value']:.2f}", f"{s['low']:.2f} to {s['high']:.2f}",
-                 f"{s['null_low']:.2f} to {s['null_high']:.2f}", f"{s['p']:.2g}",
-                 f"{s['n']} prompts, {s['clusters']} clusters")
+                (
+                    f"{s['probe']}: {s['of']}",
+                    f"{s['value']:.2f}",
+                    f"{s['low']:.2f} to {s['high']:.2f}",
+                    f"{s['null_low']:.2f} to {s['null_high']:.2f}",
+                    f"{s['p']:.2g}",
+                    f"{s['n']} prompts, {s['clusters']} clusters",
+                )
                 for s in pair.similarities
-            ]  # fmt: skip
+            ]
             title = f"similarity of representations, {pair.record} and {pair.reference}"
             lines += grid(title, ("value", "95 % interval", "permuted clusters", "p", "n"), rows)
             lines += [f"not compared: {sentence}" for sentence in pair.left_out]
@@ -194,8 +199,10 @@ class Comparison:
             lines += [line for note in pair.notes for line in textwrap.wrap(f"note: {visible(note)}", WIDTH)]
             ranked = sorted(pair.differences, key=lambda d: list(SAID).index(d.verdict))
             names = names_of([(d.probe, d.metric) for d in ranked])
-            cells = [(d.verdict, name, f"{d.ours:.3g}", f"{d.theirs:.3g}", d.shown.removesuffix(f" {d.unit}"))
-                     for d, name in zip(ranked, names, strict=True)]  # fmt: skip
+            cells = [
+                (d.verdict, name, f"{d.ours:.3g}", f"{d.theirs:.3g}", d.shown.removesuffix(f" {d.unit}"))
+                for d, name in zip(ranked, names, strict=True)
+            ]
             heads = ("", "number", pair.reference, pair.record, "difference [95 %]")
             rows = columns([heads, *cells], 1, WIDTH) if cells else []
             room = max(SHORT // len(self.pairs) - 8, 4)
@@ -458,10 +465,20 @@ def _similarities(probe: str, measure: str, first: Record, other: Record) -> Ite
         few, (null_low, null_high) = (x.shape[1], y.shape[1]), band(null, "upper")
         of = f"{measure} of the first {' and '.join(map(str, dict.fromkeys(few)))} components"
         yield {
-            "probe": probe, "array": name, "measure": measure, "components": few, "value": value, "low": over.low,
-            "high": over.high, "null_low": null_low, "null_high": null_high, "p": tests.tail_p(value, null),
-            "n": len(x), "clusters": len(set(clusters)), "of": site.replace("_", " ") + of,
-        }  # fmt: skip
+            "probe": probe,
+            "array": name,
+            "measure": measure,
+            "components": few,
+            "value": value,
+            "low": over.low,
+            "high": over.high,
+            "null_low": null_low,
+            "null_high": null_high,
+            "p": tests.tail_p(value, null),
+            "n": len(x),
+            "clusters": len(set(clusters)),
+            "of": site.replace("_", " ") + of,
+        }
 
 
 # ---- verdicts and sentences ------------------------------------------------------------------------------------------

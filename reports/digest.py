@@ -175,6 +175,9 @@ def reasons(records: Sequence[Record]) -> list[str]:
     """Why each verdict is what it is, and why what was not measured was not, then all warnings."""
     every = rows(records)
     names = heads(claims(every))
-    found = [f"{names[row.key]} ({row.name}): {row.why}" if row.claim else f"{row.name}: {row.why}"
-             for row in every if row.why]  # fmt: skip
+    found = [
+        f"{names[row.key]} ({row.name}): {row.why}" if row.claim else f"{row.name}: {row.why}"
+        for row in every
+        if row.why
+    ]
     return list(dict.fromkeys([*found, *(f"warning: {text}" for text in warnings_of(records))]))

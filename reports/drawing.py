@@ -41,8 +41,12 @@ def svg(spec: Mapping[str, Any], label: str) -> Markup:
         up = up[::-1] if layout["yaxis"].get("autorange") == "reversed" else up
     lines = [(np.asarray(t["x"], float), np.asarray(t["y"], float), t) for t in traces if "z" not in t]
     across = across or _ends([x for x, _, _ in lines], 0.04)
-    reach = [y + sign * np.asarray(t["error_y"][key]) for _, y, t in lines if "error_y" in t
-             for key, sign in (("array", 1), ("arrayminus", -1))]  # fmt: skip
+    reach = [
+        y + sign * np.asarray(t["error_y"][key])
+        for _, y, t in lines
+        if "error_y" in t
+        for key, sign in (("array", 1), ("arrayminus", -1))
+    ]
     up = up or _ends([*(y for _, y, _ in lines), *reach], 0.06)
 
     def place(x: Any, y: Any) -> np.ndarray:
@@ -76,8 +80,10 @@ def key(spec: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     if "z" in (first := spec["data"][0]):
         unit, cells = str(first["colorbar"]["title"]["text"]), np.asarray(first["z"], float)
         scale = [colour for _, colour in first.get("colorscale", ())] or CIVIDIS
-        return [("line", scale[end], f"{cells.flat[place]:.2g} {unit}")
-                for end, place in ((0, cells.argmin()), (-1, cells.argmax()))]  # fmt: skip
+        return [
+            ("line", scale[end], f"{cells.flat[place]:.2g} {unit}")
+            for end, place in ((0, cells.argmin()), (-1, cells.argmax()))
+        ]
     title = str(spec["layout"]["yaxis"]["title"]["text"]).replace("<br>", " ").partition(" [")[0]
     found = []
     for trace in spec.get("data", ()):
@@ -119,8 +125,10 @@ def _lines(lines: Sequence[tuple[np.ndarray, np.ndarray, Mapping[str, Any]]], pl
             parts.append(f'<path d="{_path(points)}" {stroke}{dash}/>')
         if whiskers := trace.get("error_y"):
             ends = place(x, y + np.asarray(whiskers["array"])), place(x, y - np.asarray(whiskers["arrayminus"]))
-            parts += [f'<path d="{_path(np.stack(two))}" stroke="{colour}" stroke-width="1.5"/>'
-                      for two in zip(*ends, strict=True)]  # fmt: skip
+            parts += [
+                f'<path d="{_path(np.stack(two))}" stroke="{colour}" stroke-width="1.5"/>'
+                for two in zip(*ends, strict=True)
+            ]
         if "markers" in trace.get("mode", "") and trace.get("marker", {}).get("symbol") != "line-ew":
             radius = 2.5 if len(points) > 12 else 4
             parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="{radius}" fill="{colour}"/>' for a, b in points]
@@ -168,8 +176,11 @@ def _axes(layout: Mapping[str, Any], across: Sequence[float], up: Sequence[float
             ticks = [(float(value), short(value)) for value in round_ones]
         for value, text in ticks[:: -(-len(ticks) // 8)]:
             x, y = place(value, ends[0])[0] if name == "xaxis" else left - 6, place(across[0], value)[1] + 4
-            where = f'x="{x:.1f}" y="{bottom + 15:.1f}" text-anchor="middle"' if name == "xaxis" else (
-                f'x="{x:.1f}" y="{y:.1f}" text-anchor="end"')  # fmt: skip
+            where = (
+                f'x="{x:.1f}" y="{bottom + 15:.1f}" text-anchor="middle"'
+                if name == "xaxis"
+                else (f'x="{x:.1f}" y="{y:.1f}" text-anchor="end"')
+            )
             parts.append(f"<text {where}>{escape(str(text).replace('<br>', ' ')[:14])}</text>")
     title = str((layout["xaxis"].get("title") or {}).get("text", "")).replace("<br>", " ")
     return [*parts, f'<text x="{(left + right) / 2:.1f}" y="{HEIGHT - 6}" text-anchor="middle">{title}</text>']

@@ -81,8 +81,10 @@ def counting(records: Sequence[Record], every: Sequence[Row]) -> str:
 def _where(records: Sequence[Record]) -> str:
     """On which prompts, or in how many models and runs."""
     if len(records) > 1:
-        models, sources = ({str(facts["name"]) for facts in part if "name" in facts} for part in
-                           ([r.subject for r in records], [r.source for r in records]))  # fmt: skip
+        models, sources = (
+            {str(facts["name"]) for facts in part if "name" in facts}
+            for part in ([r.subject for r in records], [r.source for r in records])
+        )
         if len(models) == 1 and len(sources) == len(records):
             pooled = any(r.source.get("kind") == POOLED for r in records)
             return f"on {len(records) - 1} processes" if pooled else f"on {len(records)} sets of prompts"

@@ -101,20 +101,22 @@ def forest(every: Sequence[Row]) -> list[Mark]:
             by = f": {h.null}" * bool(h.null)
             on = f" on {records}" * several
             said = f"{head}{on}: {row.word}; {value_of(h)}, control {control_of(h)}{by}, n = {row.clusters}"
-            marks.append(Mark(
-                row=row,
-                records=records,
-                claim=visible(head),
-                rows=len(alike) if i == 0 else 0,
-                cells=(number, visible(interval + unit(h)), visible(control_of(h))),
-                by=deciding(h),
-                place=None if off else scale.place(distance),
-                arrow=off,
-                interval=scale.span(map(row.scaled, h.deciding_interval)),
-                band=None if h.paired or not h.controls else scale.span(map(row.scaled, h.control_range), THIN),
-                claimed=scale.span(claimed),
-                said=visible(f"{said}; {distance:.2g} of the claimed effect"),
-            ))  # fmt: skip
+            marks.append(
+                Mark(
+                    row=row,
+                    records=records,
+                    claim=visible(head),
+                    rows=len(alike) if i == 0 else 0,
+                    cells=(number, visible(interval + unit(h)), visible(control_of(h))),
+                    by=deciding(h),
+                    place=None if off else scale.place(distance),
+                    arrow=off,
+                    interval=scale.span(map(row.scaled, h.deciding_interval)),
+                    band=None if h.paired or not h.controls else scale.span(map(row.scaled, h.control_range), THIN),
+                    claimed=scale.span(claimed),
+                    said=visible(f"{said}; {distance:.2g} of the claimed effect"),
+                )
+            )
 
     def aligned(texts: Sequence[str]) -> list[str]:
         """Texts that end in a number, filled with spaces so that they end equally far behind the decimal point."""

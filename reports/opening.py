@@ -56,10 +56,14 @@ def leading(sections: Sequence[Mapping[str, Any]], most: int) -> list[tuple[Draw
         heat = f"{said}, " + drawn.columns[0].replace("\\", "by")
         titles.append(str(axis).replace("<br>", " ") if "curve" in drawn.spec else heat)
     return [
-        (drawn, f"{drawn.spec.get('of', section['title'])}: {title}" if titles.count(title) > 1 else title,
-         key(drawn.spec), section["id"])
+        (
+            drawn,
+            f"{drawn.spec.get('of', section['title'])}: {title}" if titles.count(title) > 1 else title,
+            key(drawn.spec),
+            section["id"],
+        )
         for (_, drawn, section), title in zip(chosen, titles, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 def marked(drawn: Drawn, measured: Result) -> Drawn:

@@ -276,10 +276,14 @@ def listed(entries: Sequence[tuple[str, str, list[str]]]) -> list[tuple[str, str
     """The list of contents: an end in brackets that several titles share is not repeated where they differ without."""
     titles = [str(title) for _, title, _ in entries]  # a broken record may hold any title
     ends = [title.rpartition(" (")[2] for title in titles]
-    short = [title.rpartition(" (")[0] if title.endswith(")") and ends.count(end) > 1 else title
-             for title, end in zip(titles, ends, strict=True)]  # fmt: skip
-    return [(anchor, title if short.count(less) > 1 else less, words)
-            for (anchor, _, words), title, less in zip(entries, titles, short, strict=True)]  # fmt: skip
+    short = [
+        title.rpartition(" (")[0] if title.endswith(")") and ends.count(end) > 1 else title
+        for title, end in zip(titles, ends, strict=True)
+    ]
+    return [
+        (anchor, title if short.count(less) > 1 else less, words)
+        for (anchor, _, words), title, less in zip(entries, titles, short, strict=True)
+    ]
 
 
 def slug(text: str) -> str:

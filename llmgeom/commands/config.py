@@ -288,8 +288,10 @@ def command(*configs: type, examples: Sequence[str]) -> Callable[[Callable[..., 
 
     def decorate(main: Callable[..., int | None]) -> Verb:
         def callback(**values: Any) -> int | None:
-            given = ({one.field: values[one.name.removeprefix("--").replace("-", "_")] for one in flags(config)}
-                     for config in configs)  # fmt: skip
+            given = (
+                {one.field: values[one.name.removeprefix("--").replace("-", "_")] for one in flags(config)}
+                for config in configs
+            )
             return main(*(config(**fields) for config, fields in zip(configs, given, strict=True)))
 
         words = examples[0].split()

@@ -81,8 +81,10 @@ def one(subject: Model, settings: RunConfig) -> Shown:
         )
         head += f"  {'Jacobian: top token':<20}{'rank':>7}  {'KL':>6}"
         top = lens["Jacobian token"][:, -1]
-        lines = [f"{line}  {str(top[i])!r:<20}{carried[i]:>7,}  {lens['Jacobian KL'][i, -1]:>6.2f}"
-                 for i, line in enumerate(lines)]  # fmt: skip
+        lines = [
+            f"{line}  {str(top[i])!r:<20}{carried[i]:>7,}  {lens['Jacobian KL'][i, -1]:>6.2f}"
+            for i, line in enumerate(lines)
+        ]
         pictures[1:1] = [(lens, "Jacobian probability")]
     return Shown(sentences, pictures, ["", head, *lines, ""])
 
@@ -106,8 +108,10 @@ def many(subject: Model, settings: RunConfig) -> Shown:
         f"{layers[half]} is {lens['KL'][half]:.1f} bits from the final answer.",
     ]
     if settings.transport:
-        ends = [f"{lens[name][half]:.1f} [{lens[f'{name}, low'][half]:.1f}, {lens[f'{name}, high'][half]:.1f}]"
-                for name in ("Jacobian KL", "KL")]  # fmt: skip
+        ends = [
+            f"{lens[name][half]:.1f} [{lens[f'{name}, low'][half]:.1f}, {lens[f'{name}, high'][half]:.1f}]"
+            for name in ("Jacobian KL", "KL")
+        ]
         sentences.append(
             f"The Jacobian lens is {ends[0]} bits from the final answer in layer {layers[half]}, the logit lens "
             f"{ends[1]}; by it the answer is on top from layer {lens.attrs['Jacobian first layer']:.1f} on."

@@ -123,8 +123,10 @@ def look(subject: Model, settings: RunConfig) -> Shown:
     if settings.pairs:
         table = read_pairs(settings.pairs)
         clean, corrupt = table["clean"], table["corrupt"]
-        answers = [tuple(following(subject, word) for word in two)
-                   for two in zip(table["answer"], table["instead"], strict=True)]  # fmt: skip
+        answers = [
+            tuple(following(subject, word) for word in two)
+            for two in zip(table["answer"], table["instead"], strict=True)
+        ]
     else:
         clean, corrupt = [str(settings.clean)], [str(settings.corrupt)]
         answers = [tuple(following(subject, word) for word in settings.answers)]
@@ -154,8 +156,10 @@ def look(subject: Model, settings: RunConfig) -> Shown:
                 )
             sentences.insert(0, f"Patched at one position, the input of a layer restores most at {'; '.join(said)}.")
         else:
-            each = [f"L{layer}H{place}" if across == "head" else f"layer {layer}, {ticks[place].strip()!r}"
-                    for layer, place in named]  # fmt: skip
+            each = [
+                f"L{layer}H{place}" if across == "head" else f"layer {layer}, {ticks[place].strip()!r}"
+                for layer, place in named
+            ]
             shown = [f"{name} {restored[at]:.2f}" for name, at in zip(each, named, strict=True)]
             sentences.insert(0, f"Restored by one patch, most: {'; '.join(shown)} (1 is the clean answer).")
         if "restored, low" in patch.values:

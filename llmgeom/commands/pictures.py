@@ -86,8 +86,9 @@ def page(seen: Shown) -> str:
         )
         spec = {"data": [each.to_plotly_json() for each in figure.data], "layout": figure.layout.to_plotly_json()}
         pictures.append((named, Markup(html), svg(spec, named or title)))
-    tables = [reading.frame().to_html(index=False, border=0, float_format="{:.4g}".format)
-              for reading in readings.values()]  # fmt: skip
+    tables = [
+        reading.frame().to_html(index=False, border=0, float_format="{:.4g}".format) for reading in readings.values()
+    ]
     page_of, css = environment().get_template("verb.html"), Markup(file_text("page.css"))
     shown = list(map(Markup, tables))
     return page_of.render(title=title, sentences=seen.sentences, pictures=pictures, tables=shown, css=css)

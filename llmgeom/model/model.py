@@ -124,10 +124,16 @@ class Model(Reader, Verbs):
         if isinstance(dtype, torch.dtype):
             dtype = str(plain(dtype))
         options: dict[str, Any] = {
-            "revision": revision, "dtype": dtype, "device": device, "quantize": quantize, "device_map": device_map,
-            "offline": offline, "trust_remote_code": trust_remote_code, "backend": backend,
+            "revision": revision,
+            "dtype": dtype,
+            "device": device,
+            "quantize": quantize,
+            "device_map": device_map,
+            "offline": offline,
+            "trust_remote_code": trust_remote_code,
+            "backend": backend,
             "tokenizer_options": tokenizer_options or None,
-        }  # fmt: skip
+        }
         options = {name: value for name, value in options.items() if value not in (None, False, "transformers")}
         if isinstance(model, torch.nn.Module):
             return cls._in_memory(model, tokenizer, options)

@@ -166,8 +166,12 @@ class Weighing:
 
     def left_of(self, order: Int[np.ndarray, "draw prompt"]) -> Float[np.ndarray, "draw prompt"]:
         """`left` with prompt i given the answer to prompt order[d, i], for each draw d."""
-        return bits(kl(np.broadcast_to(self.exact, (*order.shape, self.exact.shape[1])),
-                       recalibrated(self.z[order], self.exact, folds(self.cluster))))  # fmt: skip
+        return bits(
+            kl(
+                np.broadcast_to(self.exact, (*order.shape, self.exact.shape[1])),
+                recalibrated(self.z[order], self.exact, folds(self.cluster)),
+            )
+        )
 
 
 def resolution(left: np.ndarray, even: np.ndarray) -> float:

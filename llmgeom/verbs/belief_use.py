@@ -71,9 +71,12 @@ def used(
         return log_probs.double().cpu().gather(1, symbols).softmax(1)
 
     runner = Runner(
-        subject, asked, last, lambda clean, edited: {"change": (answers(edited[0]) - answers(clean[0])).numpy()},
+        subject,
+        asked,
+        last,
+        lambda clean, edited: {"change": (answers(edited[0]) - answers(clean[0])).numpy()},
         clean=clean_pass(subject, asked),
-    )  # fmt: skip
+    )
     each = [last & (last.cumsum(1) == 1 + place) for place in range(PLACES)]
     moved: dict[str, list[np.ndarray]] = {}
     for layer, x in streams.items():
@@ -95,16 +98,19 @@ def used(
         for name, draws in steps.items():
             edits = [
                 Intervention(name, {("residual", layer): add(step)}, at=at)
-                for of_donors in draws for step in of_donors for at in each
-            ]  # fmt: skip
+                for of_donors in draws
+                for step in of_donors
+                for at in each
+            ]
             effects = runner.measure(edits, f"{name}, layer {layer}")["change"]
             effects = effects.reshape(len(draws), DONORS, PLACES, sequences, PLACES, -1)
             found = np.stack([effects[:, :, place, :, place] for place in range(PLACES)], 3)  # where it was edited
             found = found.reshape(len(draws), *exact.shape)
             moved[f"layer {layer}: {name}"] = [(found * exact).sum(-1).mean(0), np.square(found).sum(-1).mean(0)]
     below, of = np.square(exact).sum(-1).ravel(), np.tile(cluster[rows], DONORS)
-    table = [[*interval_of_ratio(a.ravel(), below, of), *interval_of_ratio(b.ravel(), below, of)]
-             for a, b in moved.values()]  # fmt: skip
+    table = [
+        [*interval_of_ratio(a.ravel(), below, of), *interval_of_ratio(b.ravel(), below, of)] for a, b in moved.values()
+    ]
     columns = np.array(table).T
     columns[3:] = np.sqrt(columns[3:].clip(0))
     names = [f"{name}{end}" for name in ("moved", "size") for end in ("", ", low", ", high")]
@@ -115,9 +121,14 @@ def used(
         units=dict.fromkeys(("moved", "size"), "of the exact move"),
         ticks={"edit": tuple(moved)},
         bands={"95 % interval over sequences": ("{}, low", "{}, high")},
-        attrs={"edited positions": len(rows), "donors": DONORS, "random directions": RANDOM,
-               "exact move": float(np.abs(exact).sum(-1).mean() / 2), "kernel": bool(np.abs(kernel).max() > 1e-6)},
-    )  # fmt: skip
+        attrs={
+            "edited positions": len(rows),
+            "donors": DONORS,
+            "random directions": RANDOM,
+            "exact move": float(np.abs(exact).sum(-1).mean() / 2),
+            "kernel": bool(np.abs(kernel).max() > 1e-6),
+        },
+    )
 
 
 def _kernel(belief: np.ndarray, answer: np.ndarray) -> np.ndarray:

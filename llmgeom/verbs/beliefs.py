@@ -73,17 +73,21 @@ class Beliefs(Reading):
             return name if name == "exact belief" else f"{name}: R2 {self.rivals[name]:.3f}"
 
         figure = make_subplots(
-            -(-len(self.points) // 2), 2, subplot_titles=[title(name, best) for name in self.points],
-            horizontal_spacing=0.02, vertical_spacing=0.07,
-        )  # fmt: skip
+            -(-len(self.points) // 2),
+            2,
+            subplot_titles=[title(name, best) for name in self.points],
+            horizontal_spacing=0.02,
+            vertical_spacing=0.07,
+        )
         for i, (name, rows) in enumerate(self.points.items()):
             x, y = ((rows[best] if name == "read-out" else rows) @ onto).T.tolist()
             where: Any = {"row": i // 2 + 1, "col": i % 2 + 1}
             marks = Scatter(x=x, y=y, mode="markers", marker={"size": 4, "color": colours}, showlegend=False)
             figure.add_trace(marks, **where)
             across, up = np.append(onto, onto[:1], 0).T.tolist()
-            line = Scatter(x=across, y=up, mode="lines", line={"color": GREY, "width": 1}, showlegend=False,
-                           hoverinfo="skip")  # fmt: skip
+            line = Scatter(
+                x=across, y=up, mode="lines", line={"color": GREY, "width": 1}, showlegend=False, hoverinfo="skip"
+            )
             figure.add_trace(line, **where)
             figure.update_xaxes(visible=False, range=[-1.1, 1.1], **where)
             figure.update_yaxes(
@@ -213,8 +217,11 @@ def beliefs(
         by_place[MIXED] = of_mixture[int(values[MIXED].argmax())]["R2"]
         counters["who knows that it is one of them"] = guess
     few = np.flatnonzero(fitted)[np.random.default_rng(seed).permutation(int(fitted.sum()))[:SHOWN]]
-    points = {"exact belief": target[few], "read-out": np.stack([layer["R2"][1][few] for layer in reads]),
-              best: read[best][few]}  # fmt: skip
+    points = {
+        "exact belief": target[few],
+        "read-out": np.stack([layer["R2"][1][few] for layer in reads]),
+        best: read[best][few],
+    }
     if controls:
         tell("shuffled order", 0, 1)
         rng = np.random.default_rng([seed, 5])
@@ -249,8 +256,17 @@ def beliefs(
         held = [name for name in ("R2", ALL) if values[f"{name}, low"].max() > 0]
         chosen = sorted({min(int(values[name].argmax()), depth - 1) for name in held or ["R2"]})
         last = symbols.numpy()[:, half:] + count * which[:, None]
-        use = used(subject, second, tokens, {layer: own[layer].float().numpy()[fitted] for layer in chosen},
-                   target[fitted], answer[fitted], last.ravel(), late, seed)  # fmt: skip
+        use = used(
+            subject,
+            second,
+            tokens,
+            {layer: own[layer].float().numpy()[fitted] for layer in chosen},
+            target[fitted],
+            answer[fitted],
+            last.ravel(),
+            late,
+            seed,
+        )
     lines = {"R2": {f"last {k} symbols": found[f"last {k} symbols"] for k in (2, 3, 6)}}
     lines["R2"] |= {name: values[name] for name in (SHUFFLED, ABLATED) if name in values}
     who = called(subject)
@@ -259,15 +275,24 @@ def beliefs(
         {"layer": tuple(range(len(own)))},
         values,
         bands=bands,
-        attrs={"sequences": sequences, "symbols": length, "rows": len(late), "best rival": best, "draws": controls,
-               "world": title, "rendering": rendering, "seed": seed, **_overall(answer[fitted], said[fitted], late),
-               "mass of the symbols": float(mass[fitted].mean())},
+        attrs={
+            "sequences": sequences,
+            "symbols": length,
+            "rows": len(late),
+            "best rival": best,
+            "draws": controls,
+            "world": title,
+            "rendering": rendering,
+            "seed": seed,
+            **_overall(answer[fitted], said[fitted], late),
+            "mass of the symbols": float(mass[fitted].mean()),
+        },
         lines=lines,
         rivals=found,
         answers=_answers(who, np.tile(places, sequences), length, cluster, answer, said, mass, counters, by_place),
         used=use,
         points=points,
-    )  # fmt: skip
+    )
 
 
 def _exact(worlds: Sequence[World], which: np.ndarray, symbols: Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -283,8 +308,10 @@ def _overall(answer: np.ndarray, said: np.ndarray, cluster: np.ndarray) -> dict[
     w = Weighing(_log(answer), np.log(said), cluster)
     lost = interval_of_ratio(w.left, w.even, cluster)
     span = jackknife(lambda at: weight(w.z[at], w.e[at]), np.arange(len(said)), cluster)
-    return {"resolution": (1 - lost[0], 1 - lost[2], 1 - lost[1]),
-            "weight of evidence": (weight(w.z, w.e), span.low, span.high)}  # fmt: skip
+    return {
+        "resolution": (1 - lost[0], 1 - lost[2], 1 - lost[1]),
+        "weight of evidence": (weight(w.z, w.e), span.low, span.high),
+    }
 
 
 def _answers(

@@ -91,8 +91,10 @@ def _scores(subject: Any, ids: torch.Tensor, before: int, length: int) -> tuple[
     def scores(step: Step) -> dict[str, torch.Tensor]:
         t = step.position
         keys = torch.stack([t - length + 1, t - 1, t - length, torch.zeros_like(t)], 1)
-        every = [rows.gather(2, keys.to(rows.device)[:, None].expand(-1, rows.shape[1], -1))
-                 for rows in step.layers(Site.ATTENTION)]  # fmt: skip
+        every = [
+            rows.gather(2, keys.to(rows.device)[:, None].expand(-1, rows.shape[1], -1))
+            for rows in step.layers(Site.ATTENTION)
+        ]
         return {"scores": torch.stack(every, 1)}
 
     batch = asking(ids, range(before + length, ids.shape[1]))
@@ -166,8 +168,9 @@ def copying(
     layers, count = len(subject.blocks), subject.facts["heads"]
     chosen = [(int(layer), int(head)) for layer, head in heads]
     if not chosen or any(not (0 <= layer < layers and 0 <= head < count) for layer, head in chosen):
-        raise UserError(f"copying({chosen}): expected pairs (layer, head), of layers 0 to {layers - 1} and heads 0 to "
-                        f"{count - 1}")  # fmt: skip
+        raise UserError(
+            f"copying({chosen}): expected pairs (layer, head), of layers 0 to {layers - 1} and heads 0 to {count - 1}"
+        )
     if len(chosen) > len({*chosen}):
         raise UserError(f"copying({chosen}): a head stands there twice")
     of_layer: Counter[int | None] = Counter(layer for layer, _ in chosen)
@@ -178,8 +181,12 @@ def copying(
     for i in range(draws):
         edits[f"random heads {i + 1}"] = drawn = []
         for layer, number in of_layer.items():
-            others = [(at, head) for at in (has_heads if layer is None else [layer]) for head in range(count)
-                      if (at, head) not in chosen]  # fmt: skip
+            others = [
+                (at, head)
+                for at in (has_heads if layer is None else [layer])
+                for head in range(count)
+                if (at, head) not in chosen
+            ]
             if len(others) < number:
                 raise UserError(f"copying of {number} heads: only {len(others)} others are left to compare with")
             drawn += [others[k] for k in rng.choice(len(others), number, replace=False)]

@@ -88,14 +88,18 @@ def _by_layer(
     stream, layers = seen.layers(Site.RESIDUAL), _layers(subject, carried)
     ways = {"{}": [stream[layer] for layer in layers]}
     if carried is not None:
-        ways[JACOBIAN] = [stream[layer].float() @ carried[layer].T.to(stream[layer].device) if layer in carried
-                          else stream[layer] for layer in layers]  # fmt: skip
+        ways[JACOBIAN] = [
+            stream[layer].float() @ carried[layer].T.to(stream[layer].device) if layer in carried else stream[layer]
+            for layer in layers
+        ]
     numbers = {}
     for way, streams in ways.items():
         read = []
         for rows in streams:
-            parts = [_read(subject.unembed(rows[at : at + ROWS]), final[at : at + ROWS], answer[at : at + ROWS])
-                     for at in range(0, len(final), ROWS)]  # fmt: skip
+            parts = [
+                _read(subject.unembed(rows[at : at + ROWS]), final[at : at + ROWS], answer[at : at + ROWS])
+                for at in range(0, len(final), ROWS)
+            ]
             read.append([torch.cat(each) for each in zip(*parts, strict=True)])
         for name, by_layer in zip(NUMBERS, zip(*read, strict=True), strict=True):
             numbers[way.format(name)] = torch.stack(by_layer).numpy()
@@ -114,8 +118,11 @@ def _at_the_last_token(
     for way in ways:
         ranks = values[way.format("rank")]
         on_top = np.flip(np.minimum.accumulate(np.flip(ranks == 1, 0), 0), 0)  # from this layer to the last
-        for name, rows in (("entropy", values[way.format("entropy")]), ("KL", values[way.format("KL")]),
-                           ("decided", on_top.astype(float))):  # fmt: skip
+        for name, rows in (
+            ("entropy", values[way.format("entropy")]),
+            ("KL", values[way.format("KL")]),
+            ("decided", on_top.astype(float)),
+        ):
             curves[way.format(name)] = rows.mean(1)
             curves[f"{way.format(name)}, low"], curves[f"{way.format(name)}, high"] = mean_intervals(rows).T
         first = np.array(layers)[len(layers) - on_top.sum(0)]

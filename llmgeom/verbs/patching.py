@@ -229,8 +229,9 @@ def _edges(
     batch, dim = Batch.of([ids]), subject.facts["head_dim"]
     heads, kv = subject.facts["heads"], subject.facts["kv_heads"]
     depth = len(subject.blocks)
-    if to is not None and not (len(to) == 3 and to[2] in ("query", "key", "value") and 0 < to[0] < depth
-                               and 0 <= to[1] < heads):  # fmt: skip
+    if to is not None and not (
+        len(to) == 3 and to[2] in ("query", "key", "value") and 0 < to[0] < depth and 0 <= to[1] < heads
+    ):
         raise UserError(
             f"to={to}: expected (layer, head, 'query', 'key' or 'value'), of layers 1 to {depth - 1} and heads 0 to "
             f"{heads - 1}"
@@ -258,9 +259,14 @@ def _edges(
         site, read = Site(point), head if point == "query" else head * kv // heads
         span, clean = (torch.arange(len(ids)) >= start)[None], clean_pass(subject, batch)
         reader = Runner(
-            subject, replace(batch, query=span), span, layer=layer, sites=(site,), clean=clean,
+            subject,
+            replace(batch, query=span),
+            span,
+            layer=layer,
+            sites=(site,),
+            clean=clean,
             outcomes=lambda own, moved: {"change": (moved[0].double() - own[0].double())[:, read].cpu().numpy()},
-        )  # fmt: skip
+        )
         arriving = [Intervention("", {("residual", layer): add(write)}) for write in writes]
         changes = torch.from_numpy(reader.measure(arriving)["change"])  # [sender position coordinate]
         columns, place = slice(read * dim, (read + 1) * dim), cast(Location, (point, layer))
@@ -273,8 +279,9 @@ def _edges(
 
             return Intervention("", {place: move}, columns)
 
-        runner = Runner(subject, batch, span, lambda _, x: {"metric": measure(x[0].double()).numpy()}, compared=False,
-                        clean=clean)  # fmt: skip
+        runner = Runner(
+            subject, batch, span, lambda _, x: {"metric": measure(x[0].double()).numpy()}, compared=False, clean=clean
+        )
         effects = runner.measure([*map(into, changes)], "patching edges")["metric"][:, 0]
     found[tuple(np.array(senders).T)] = effects
     return found

@@ -158,8 +158,14 @@ class Reading:
 
     def _dressed(self, figure: Figure, height: int) -> Figure:
         title = {"text": escape(self.title), "font": {"size": 15}}
-        return figure.update_layout(title=title, height=height, template="plotly_white", font={"color": INK},
-                                    margin={"l": 45, "r": 15, "b": 90}, legend=LEGEND)  # fmt: skip
+        return figure.update_layout(
+            title=title,
+            height=height,
+            template="plotly_white",
+            font={"color": INK},
+            margin={"l": 45, "r": 15, "b": 90},
+            legend=LEGEND,
+        )
 
     def __repr__(self) -> str:
         axes = " x ".join(f"{name} {len(labels)}" for name, labels in self.coords.items())

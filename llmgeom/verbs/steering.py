@@ -114,8 +114,10 @@ def dose_curve(
     zero, others = doses.index(0.0), [dose for dose in doses if dose]
     edits = [
         Intervention(name, {("residual", layer): add(torch.from_numpy(one).expand(everywhere.numel(), -1))}, dose=dose)
-        for name, several in directions.items() for one in several for dose in (others if name else doses)
-    ]  # fmt: skip
+        for name, several in directions.items()
+        for one in several
+        for dose in (others if name else doses)
+    ]
     found = runner.run(edits, "steering")
     own = found.pop("/odds")  # [dose prompt]
     values = {"log odds": own.mean(1)}

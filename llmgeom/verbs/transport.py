@@ -69,9 +69,18 @@ class Transport:
         found = found.get("J", found) if isinstance(found, dict) else found
         if isinstance(found, Tensor) and found.dim() == 3:
             found = dict(enumerate(found))
-        named = {} if not isinstance(found, dict) else {
-            int(end[0]): each for name, each in found.items() if (end := re.findall(r"\d+$", str(name)))
-            and isinstance(each, Tensor) and each.dim() == 2 and each.is_floating_point()}  # fmt: skip
+        named = (
+            {}
+            if not isinstance(found, dict)
+            else {
+                int(end[0]): each
+                for name, each in found.items()
+                if (end := re.findall(r"\d+$", str(name)))
+                and isinstance(each, Tensor)
+                and each.dim() == 2
+                and each.is_floating_point()
+            }
+        )
         if not named:
             keys = ", ".join(map(str, found)) if isinstance(found, dict) else brief(type(found).__name__)
             raise UserError(f"transport {path} holds {keys[:200]}: expected matrices, named by their layer's number")

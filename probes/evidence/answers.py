@@ -149,50 +149,82 @@ def measure_answers(batch: Batch, model: LabelPredictions, controls: Read | None
     most, weights = mean_by(truth.k, p.max(1)), [weight(own.z[k == number], own.e[k == number]) for number in spread]
     means, ends = [x.mean() for x in losses.values()], mean_intervals([*losses.values()], own.cluster)
     labelled_arrays = {
-        "k": labelled(np.array(truth.ks, dtype=float), "k", "observations",
-                      "number of observations before the question"),
-        **by_k("accuracy", right, "fraction",
-               "accuracy: exact probability of the model's likeliest answer; dashed: of the exact observer's",
-               "accuracy_exact"),
+        "k": labelled(
+            np.array(truth.ks, dtype=float), "k", "observations", "number of observations before the question"
+        ),
+        **by_k(
+            "accuracy",
+            right,
+            "fraction",
+            "accuracy: exact probability of the model's likeliest answer; dashed: of the exact observer's",
+            "accuracy_exact",
+        ),
         "accuracy_exact": labelled(most, "k", "fraction", "accuracy of the exact observer"),
-        **by_k("answer", np.exp(model.log_p)[every_row, likeliest], "probability",
-               "the model's probability of the likeliest answer; dashed: the exact one", "answer_exact"),
+        **by_k(
+            "answer",
+            np.exp(model.log_p)[every_row, likeliest],
+            "probability",
+            "the model's probability of the likeliest answer; dashed: the exact one",
+            "answer_exact",
+        ),
         "answer_exact": labelled(most, "k", "probability", "exact probability of the likeliest answer"),
-        "predicted": labelled(predicted, "decile", "probability",
-                              "the model's probability of an answer, by its deciles"),
-        **line("exact", reliable, "decile", "probability",
-               "reliability: exact probability of the answers; dashed: what the model says", beside="predicted"),
+        "predicted": labelled(
+            predicted, "decile", "probability", "the model's probability of an answer, by its deciles"
+        ),
+        **line(
+            "exact",
+            reliable,
+            "decile",
+            "probability",
+            "reliability: exact probability of the answers; dashed: what the model says",
+            beside="predicted",
+        ),
         "drawn": labelled(drawn, "decile", "fraction", "how often the same answers were drawn"),
         "follows": labelled(
-            follows, "k", "fraction",
-            "prompts without a tie whose likeliest answer is the exact one's; chance where all are ties"),
+            follows,
+            "k",
+            "fraction",
+            "prompts without a tie whose likeliest answer is the exact one's; chance where all are ties",
+        ),
         **by_surface("surface_weight", _weight, "of Bayes' rule", "weight of evidence"),
         **by_surface("surface_resolution", _resolution, "fraction", "resolution"),
         **by_k("divergence", every.raw, "bits", "KL(exact || answer); dashed: after recalibration", "divergence_left"),
-        "divergence_left": labelled(mean_by(truth.k, left), "k", "bits",
-                                    "the same after recalibration on other clusters"),
-        "divergence_even": labelled(mean_by(truth.k, every.even), "k", "bits",
-                                    "KL(exact || even answer): the bits that there are to know"),
+        "divergence_left": labelled(
+            mean_by(truth.k, left), "k", "bits", "the same after recalibration on other clusters"
+        ),
+        "divergence_even": labelled(
+            mean_by(truth.k, every.even), "k", "bits", "KL(exact || even answer): the bits that there are to know"
+        ),
         "weight_by_k": labelled(weights, "shown", "of Bayes' rule", "weight of evidence by k, above 0"),
         **line("mass", mean_by(truth.k, model.mass), "k", "fraction", "probability of all answers together"),
-        **line("observer", means, "observer", "bits", "KL(exact || observer), prompts with evidence",
-               interval=("clusters", ends)),
-        "resolution_shuffled": labelled(shuffled, "exchange", "fraction",
-                                        "resolution of answers given to other prompts"),
-    }  # fmt: skip
+        **line(
+            "observer",
+            means,
+            "observer",
+            "bits",
+            "KL(exact || observer), prompts with evidence",
+            interval=("clusters", ends),
+        ),
+        "resolution_shuffled": labelled(
+            shuffled, "exchange", "fraction", "resolution of answers given to other prompts"
+        ),
+    }
     return Result.of(
         "Answers compared with the exact ones",
         labelled_arrays,
         __name__,
         estimates=tuple(estimates),
         ticks={"k": tuple(truth.ks), "shown": tuple(map(int, spread)), "observer": tuple(losses), "surface": names},
-        warnings=(f"the answers together have {mass:.0%} of the probability, less than half: the rest is not compared, "
-                  "and no claim is ruled out",) * (mass < LEAST_MASS),
+        warnings=(
+            f"the answers together have {mass:.0%} of the probability, less than half: the rest is not compared, "
+            "and no claim is ruled out",
+        )
+        * (mass < LEAST_MASS),
         notes=("k = 0 enters no number over all prompts: there is nothing to weigh",) * (0 in truth.ks)
         + ("surfaces are pooled: one of them has fewer than 5 sets of labels",) * pooled
         + (EXCLUDES,) * exact,
         facts={SENTENCE: _sentence(used, weighed, truth.ks[-1], follows[-1])},
-    )  # fmt: skip
+    )
 
 
 def mean_by(group: np.ndarray, values: np.ndarray) -> np.ndarray:

@@ -61,8 +61,10 @@ def measure_controls(truth: Mapping[str, ExactAnswers], own: Mapping[str, LabelP
     rows, cluster = np.flatnonzero(main.k >= LEAST_SHOWN), main.cluster
     others = [{**own, **{name: own[name].of_rows(order) for name in MOVED}} for order in exchanged(main.k, DRAWS, rng)]
     coins = rng.random((DRAWS, len(main.k))) < 0.5
-    at_random = [{**own, alike: own[alike].or_else(own[mixed], coin), mixed: own[mixed].or_else(own[alike], coin)}
-                 for coin in coins]  # fmt: skip
+    at_random = [
+        {**own, alike: own[alike].or_else(own[mixed], coin), mixed: own[mixed].or_else(own[alike], coin)}
+        for coin in coins
+    ]
 
     def movement(model: Mapping[str, LabelPredictions], name: str) -> np.ndarray:
         """[prompt] |change of P(first)| beyond the exact change, after mirroring where labels are exchanged."""

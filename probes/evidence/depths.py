@@ -52,10 +52,16 @@ class ByDepth:
 
     @classmethod
     def of(
-        cls, target: Line | Ridge, activations: Sequence[np.ndarray], cluster: np.ndarray, seed: int,
-        of_controls: Line | Ridge, untrained: Sequence[Sequence[np.ndarray]], without: Sequence[np.ndarray] | None,
+        cls,
+        target: Line | Ridge,
+        activations: Sequence[np.ndarray],
+        cluster: np.ndarray,
+        seed: int,
+        of_controls: Line | Ridge,
+        untrained: Sequence[Sequence[np.ndarray]],
+        without: Sequence[np.ndarray] | None,
         draws: int = PERMUTATIONS,
-    ) -> ByDepth:  # fmt: skip
+    ) -> ByDepth:
         """R2 of vectors [row coordinate] at each depth; `of_controls`: the target on the prompts that controls read."""
         every = np.arange(len(cluster))
         orders = exchanged(target.stratum, PERMUTATIONS, np.random.default_rng([seed, 21]))[:draws]

@@ -164,10 +164,16 @@ def ablate(
     all_exactly = exact or split.task is not None or split.exact is not None
     number, whole = stages(kind, control)
     effects = two_stages(
-        runner, groups, "kl", None if all_exactly else lambda: runner.approximate_kl(edits, split.seed),
-        seed=split.seed, strata=np.repeat(range(3), layers).tolist() if kind == "blocks" else (),
-        whole=whole, number=number, stage=f"{kind}, {method}",
-    )  # fmt: skip
+        runner,
+        groups,
+        "kl",
+        None if all_exactly else lambda: runner.approximate_kl(edits, split.seed),
+        seed=split.seed,
+        strata=np.repeat(range(3), layers).tolist() if kind == "blocks" else (),
+        whole=whole,
+        number=number,
+        stage=f"{kind}, {method}",
+    )
     if kind == "blocks":
         _, writes = split.activations(EVALUATION, points, "query" if split.task is None else positions)
         n = len(split.evaluation)

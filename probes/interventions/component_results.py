@@ -211,10 +211,13 @@ def measure_heads(
     metrics, unmeasured = judged(metrics, effects, clusters)
     largest = edited[list(cross_selected(kl[edited], half, 0)[1])]
     names = ["L{}H{}".format(*divmod(index, len(kl) // layers)) for index in largest.tolist()]
-    warnings, notes = [], [
-        (TASK_POSITIONS if "mae" in effects else POSITIONS)[positions],
-        f"largest head, as selected on one half of the clusters and on the other: {', '.join(names)}",
-    ]  # fmt: skip
+    warnings, notes = (
+        [],
+        [
+            (TASK_POSITIONS if "mae" in effects else POSITIONS)[positions],
+            f"largest head, as selected on one half of the clusters and on the other: {', '.join(names)}",
+        ],
+    )
     if len(edited) < len(kl):
         of_sum = f"the sum of all has a standard error of {sampling.get(SHARE, 0):.1%} from that"
         notes.append(f"{_stages(effects)}; {of_sum}. --exact edits every head")
@@ -247,15 +250,19 @@ def measure_heads(
         "kl": grid(mean, "KL(clean || ablated), mean over prompts"),
         "interval": labelled(
             _intervals(effects, clusters).reshape(layers, -1, 2),
-            "layer head bound", "bits", "95 % interval over clusters, for each head alone",
+            "layer head bound",
+            "bits",
+            "95 % interval over clusters, for each head alone",
         ),
         "above_half": labelled(
-            float((mean > mean.max() / 2).sum()), "", "heads",
+            float((mean > mean.max() / 2).sum()),
+            "",
+            "heads",
             "with more than half of the largest effect, the largest included",
         ),
         "equal": labelled(1 / len(mean), "", "fraction", "the share of each head if all had the same effect"),
         "edited": _edited(effects, "layer head", layers, len(kl) // layers),
-    }  # fmt: skip
+    }
     if "evidence" in effects:
         arrays["evidence"] = grid(effects["evidence"].mean(1), "rise of KL(exact || model)")
     if "mae" in effects:
@@ -341,10 +348,15 @@ def measure_blocks(
     writes = {"attention": "attention's write", "mlp": "the MLP's write", "block": "both writes"}
     for i, (name, what) in enumerate(writes.items()):
         arrays |= line(
-            name, kl[i], "layer", "bits", f"KL(clean || {what} ablated)", interval=("clusters", interval[i]),
+            name,
+            kl[i],
+            "layer",
+            "bits",
+            f"KL(clean || {what} ablated)",
+            interval=("clusters", interval[i]),
             null=null_band([by_branch(control)[i] for control in controls]),
             beside="attention" if name == "mlp" else "",
-        )  # fmt: skip
+        )
     if (relative := over_median(kl[2])) is not None:
         copies = null_band([over_median(by_branch(control)[2]) for control in controls])
         arrays |= line("relative", relative, "layer", "of the median block", "KL with both writes ablated", null=copies)

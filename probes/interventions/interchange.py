@@ -127,10 +127,12 @@ class Pairs:
         """
         pool = self.task.draw_split(POOL, seeded("swap/donors", seed), split).inputs
         _, position = self.at.nonzero(as_tuple=True)
-        same = torch.stack([
-            (pool[:, j] == evidence).reshape(POOL, -1).all(1)
-            for j, evidence in zip(position.tolist(), self.evidence(self.x), strict=True)
-        ])  # fmt: skip
+        same = torch.stack(
+            [
+                (pool[:, j] == evidence).reshape(POOL, -1).all(1)
+                for j, evidence in zip(position.tolist(), self.evidence(self.x), strict=True)
+            ]
+        )
         if not same.any(1).all():
             raise UserError(f"none of {POOL} sequences has the same evidence at the same position: no placebo")
         lots = torch.rand(same.shape, generator=seeded("swap/which donor", seed))
@@ -231,9 +233,7 @@ def exchange(
         placebo = residuals(batch, torch.arange(evaluation.task.length) == position[:, None])
     before, after = (estimation.evidence(batch) for batch in (estimation.x, estimation.other))
     clean = clean_pass(subject, evaluation.x, batch_tokens)
-    runner = Runner(
-        subject, evaluation.x, evaluation.at, evaluation.outcomes, batch_tokens=batch_tokens, clean=clean
-    )  # fmt: skip
+    runner = Runner(subject, evaluation.x, evaluation.at, evaluation.outcomes, batch_tokens=batch_tokens, clean=clean)
     by_layer: list[Effects] = []
     for done, layer in enumerate(layers, 1):
         basis = evidence_frame(fit_other[layer] - fit[layer], before, after)

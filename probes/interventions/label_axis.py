@@ -155,9 +155,18 @@ def question(
     mode = "project-out" if mode == "exchange" else mode
     shared = (positions, controls, seed, batch_tokens)
     edited = LabelAxisProbe(
-        PROBE, "saved", mode, (saved.layer,), *shared, vector=tuple(saved.vector.tolist()), point=point,
-        target=saved.target, answers=answers, pair=_first_tokens(subject, answers), donors=donors,
-    )  # fmt: skip
+        PROBE,
+        "saved",
+        mode,
+        (saved.layer,),
+        *shared,
+        vector=tuple(saved.vector.tolist()),
+        point=point,
+        target=saved.target,
+        answers=answers,
+        pair=_first_tokens(subject, answers),
+        donors=donors,
+    )
     return on_halves(subject, batch, {PROBE: edited}, about, (controls, seed, batch_tokens))
 
 

@@ -496,8 +496,14 @@ def _edges(
         "share of an edge of attention; what the receiver reads off the sender, in one layer",
     )
     shares = line(
-        "edge", shift.mean(1) / whole, "edge", unit, meaning, interval=(SETS, interval_ends(spans)),
-        null=("band of random writes of equal size", bands), beside="edge_equal",
-    )  # fmt: skip
+        "edge",
+        shift.mean(1) / whole,
+        "edge",
+        unit,
+        meaning,
+        interval=(SETS, interval_ends(spans)),
+        null=("band of random writes of equal size", bands),
+        beside="edge_equal",
+    )
     equals = "the same edge with equal evidence; 0 where the sender is not the changed mark"
     return names, shares | {"edge_equal": labelled(equal.mean(1) / whole, "edge", unit, equals)}

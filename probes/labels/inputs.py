@@ -282,8 +282,11 @@ def located(model: Model, batch: Batch, positions: Sequence[Position]) -> Batch:
         rows.append(torch.tensor(ids))
         shift, before = len(ids) - len(coded["input_ids"]), len(text)
         for part in parts[::-1]:  # the assistant's turn before the user's, which it may repeat
-            content = str(batch.column("span")[i]) if part == "span" else next(
-                (turn["content"].strip() for turn in turns[::-1] if turn["role"] == part), "")  # fmt: skip
+            content = (
+                str(batch.column("span")[i])
+                if part == "span"
+                else next((turn["content"].strip() for turn in turns[::-1] if turn["role"] == part), "")
+            )
             start = text.rfind(content, 0, len(text) if part == "span" else before) if content else -1
             if start < 0:
                 raise UserError(f"--positions {part}-...: prompt {i + 1} has no such part; leave the prompt out")

@@ -350,11 +350,16 @@ class _Measurement:
         if odd := [name for name, (_, array) in present.items() if not np.isfinite(array).all()]:
             raise ValueError(f"{odd[0]} is not finite")  # no NaN travels
         return Result(  # not Result.of: the residual stream has one layer more than other sites
-            TITLE, **read_texts(__name__)[TITLE], estimates=tuple(estimates),
+            TITLE,
+            **read_texts(__name__)[TITLE],
+            estimates=tuple(estimates),
             quantities={name: declared for name, (declared, _) in present.items()},
             arrays={name: array for name, (_, array) in present.items()},
-            warnings=tuple(missing), notes=notes, ticks=ticks, facts=facts,
-        )  # fmt: skip
+            warnings=tuple(missing),
+            notes=notes,
+            ticks=ticks,
+            facts=facts,
+        )
 
     def fitted(self) -> dict[str, Labelled | None]:
         """The probe at the chosen place, fitted to all prompts: weights, log odds, direction; and the confusion."""

@@ -76,13 +76,19 @@ def distance(probe: str, notes: Sequence[str], grades: Grades) -> Result:
             **line("entropy", model.entropy.mean(0), "query", unit, of_entropy, beside="entropy_exact"),
             "entropy_exact": labelled(model.exact.mean(0), "query", unit, "exact entropy"),
             "error": labelled(np.abs(model.gap).mean(0), "query", unit, "mean |H model - H exact|"),
-            **line("tv", tv.mean(0), "query", "probability", "total variation, mean over sequences",
-                   interval=("sequences", mean_intervals(tv.T))),
+            **line(
+                "tv",
+                tv.mean(0),
+                "query",
+                "probability",
+                "total variation, mean over sequences",
+                interval=("sequences", mean_intervals(tv.T)),
+            ),
             **line("predictor", means, "predictor", unit, "KL(exact || predictor)", interval=("sequences", spans)),
-            "predictor_mae_abs": labelled(
-                [x.mae_abs for x in every], "predictor", unit, "mae_abs of each predictor"),
+            "predictor_mae_abs": labelled([x.mae_abs for x in every], "predictor", unit, "mae_abs of each predictor"),
             "predictor_mae_mean": labelled(
-                [x.mae_mean for x in every], "predictor", unit, "mae_mean of each predictor"),
+                [x.mae_mean for x in every], "predictor", unit, "mae_mean of each predictor"
+            ),
         },
         __name__,
         estimates=(
@@ -98,7 +104,7 @@ def distance(probe: str, notes: Sequence[str], grades: Grades) -> Result:
         notes=(f"best trivial predictor: {best}", *left_out, *notes),
         unmeasured=unmeasured | without,
         warnings=tuple(filter(None, (useful(grades.table, x.kl, scores) for x in grades.rivals.values()))),
-    )  # fmt: skip
+    )
 
 
 def divergence(probe: str, name: str, kl: np.ndarray, less: np.ndarray | None = None) -> Estimate:
