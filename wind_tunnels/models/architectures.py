@@ -188,7 +188,8 @@ class RowsConfig(PreTrainedConfig):
     """
 
     model_type = "llmgeom_rows"
-    sub_configs: Any = {"text_config": AutoConfig}  # noqa: RUF012 (transformers' own way to say so)
+    # transformers' own way to say so: with an annotation it would be a field.
+    sub_configs = {"text_config": AutoConfig}  # noqa: RUF012  # pyright: ignore
 
     features: int = 1
     text_config: dict | PreTrainedConfig | None = None
